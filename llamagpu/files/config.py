@@ -1,0 +1,259 @@
+"""The model's hyper-parameters, read once from GGUF metadata, and what follows from them alone:
+the tensors that must be there and the RoPE table. Nothing else reads `llama.*` or `qwen2.*` keys."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamagpu.errors import BadFile, Unsupported
+from llamagpu.files.gguf_file import AGAIN, BLOCKS, RawTensor, show, unsupported_kind
+
+ARCHITECTURES = ("llama", "qwen2")
+WORKING = "These work: llama (Llama 1 to 3.2, TinyLlama, Mistral, SmolLM2) and qwen2."
+BIASED = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+TABLE_ROWS = 4096  # positions per step of rope_table: keeps its float64 scratch at 8 MB for head_dim 128
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    arch: str  # "llama" | "qwen2"
+    name: str
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab: int  # rows of the embedding table; the tokenizer may have fewer
+    context: int  # trained context length
+    rope_theta: float
+    rope_dims: int  # leading dimensions of a head that rotate
+    rope_scaling: str  # "none" | "linear" | "yarn"; llama3 scaling is in rope_freqs.weight
+    rope_factor: float  # positions are divided by it
+    rope_orig_context: int  # before scaling; yarn only
+    yarn_ext_factor: float
+    yarn_attn_factor: float  # multiplies cos and sin
+    yarn_beta_fast: float
+    yarn_beta_slow: float
+    neox: bool  # RoPE pairs (i, i + rope_dims/2); else (2i, 2i + 1)
+    norm_eps: float
+    sliding_window: int  # 0: none
+    tied: bool  # no output.weight: the embedding table is the output matrix
+
+    @property
+    def attn_scale(self) -> float:
+        return 1 / math.sqrt(self.head_dim)
+
+    @classmethod
+    def from_gguf(cls, metadata: dict[str, Any], tensors: dict[str, RawTensor]) -> "LlamaConfig":
+        keys = _Keys(metadata)
+        arch = keys.arch
+        dim = keys.whole("embedding_length", 1 << 24)
+        heads = keys.whole("attention.head_count", 1 << 16)
+        kv_heads = keys.whole("attention.head_count_kv", 1 << 16, default=heads)
+        head_dim = _head_dim(keys, dim, heads)
+        if heads % kv_heads:
+            raise _bad(f"{heads} attention heads cannot share {kv_heads} key/value heads evenly")
+        rope_dims = keys.whole("rope.dimension_count", head_dim, default=head_dim)
+        if rope_dims % 2:
+            raise _bad(f"{arch}.rope.dimension_count is {rope_dims}, which is not even")
+        context = keys.whole("context_length", 1 << 28)
+        # llama.cpp honours a window only where an architecture asks for it; qwen2 files carry an unused one.
+        window = keys.whole("attention.sliding_window", 1 << 32, default=0, least=0) if arch == "llama" else 0
+        scaling, factor = _rope_scaling(keys)
+        return cls(
+            arch=arch,
+            name=keys.name(),
+            layers=keys.whole("block_count", 4096),
+            dim=dim,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            ffn_dim=keys.whole("feed_forward_length", 1 << 24),
+            vocab=_vocab(metadata, tensors, dim),
+            context=context,
+            rope_theta=keys.real("rope.freq_base", 1.001, 1e15, default=10_000.0),
+            rope_dims=rope_dims,
+            rope_scaling=scaling,
+            rope_factor=factor,
+            rope_orig_context=keys.whole("rope.scaling.original_context_length", 1 << 28, default=context),
+            yarn_ext_factor=keys.real("rope.scaling.yarn_ext_factor", 0.0, 1.0, default=1.0),
+            yarn_attn_factor=keys.real("rope.scaling.attn_factor", 1e-3, 1e3, default=1.0),
+            yarn_beta_fast=keys.real("rope.scaling.yarn_beta_fast", 1e-3, 1e6, default=32.0),
+            yarn_beta_slow=keys.real("rope.scaling.yarn_beta_slow", 1e-3, 1e6, default=1.0),
+            neox=arch == "qwen2",
+            norm_eps=keys.real("attention.layer_norm_rms_epsilon", 1e-12, 1.0),
+            sliding_window=window,
+            tied="output.weight" not in tensors,
+        )
+
+
+class _Keys:
+    """Typed, range-checked access to `<arch>.*`."""
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        self.metadata = metadata
+        arch = metadata.get("general.architecture")
+        if not isinstance(arch, str):
+            raise _bad("metadata key general.architecture is missing or not a string")
+        self.arch = arch
+        if self.arch not in ARCHITECTURES:
+            raise Unsupported(f"architecture {show(self.arch)} is not supported", WORKING)
+        experts = self.whole("expert_count", 1 << 32, default=0, least=0)
+        if experts:
+            raise Unsupported(f"a mixture of {experts} experts ({self.arch}) is not supported", WORKING)
+
+    def name(self) -> str:
+        """general.name without what could disturb a terminal."""
+        name = self.metadata.get("general.name")
+        return "".join(c for c in name[:100] if c.isprintable()) if isinstance(name, str) else ""
+
+    def get(self, key: str, default: Any) -> Any:
+        value = self.metadata.get(f"{self.arch}.{key}", default)
+        if value is None:
+            raise _bad(f"metadata key {self.arch}.{key} is missing")
+        return value
+
+    def whole(self, key: str, most: int, default: int | None = None, least: int = 1) -> int:
+        value = self.get(key, default)
+        if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu":  # one value per layer
+            if (value != value[0]).any():
+                raise Unsupported(f"a model whose {self.arch}.{key} differs between layers", WORKING)
+            value = int(value[0])
+        if type(value) is not int or not least <= value <= most:
+            raise _bad(f"{self.arch}.{key} is {show(value)}, not a whole number in {least}..{most:,}")
+        return value
+
+    def real(self, key: str, least: float, most: float, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if type(value) is not float or not least <= value <= most:  # NaN fails both
+            raise _bad(f"{self.arch}.{key} is {show(value)}, not a number in {least:g}..{most:g}")
+        return value
+
+
+def _bad(cause: str) -> BadFile:
+    return BadFile(cause, AGAIN)
+
+
+def _head_dim(keys: _Keys, dim: int, heads: int) -> int:
+    if f"{keys.arch}.attention.key_length" not in keys.metadata and dim % heads:
+        raise _bad(f"{keys.arch}.embedding_length {dim} does not divide into {heads} heads")
+    head_dim = keys.whole("attention.key_length", 1 << 16, default=dim // heads)
+    if head_dim % 2:
+        raise _bad(f"heads of {head_dim} dimensions: the number must be even")
+    values = keys.whole("attention.value_length", 1 << 16, default=head_dim)
+    if values != head_dim:
+        raise Unsupported(f"values of {values} beside keys of {head_dim} dimensions", WORKING)
+    return head_dim
+
+
+def _rope_scaling(keys: _Keys) -> tuple[str, float]:
+    """As llama.cpp: a factor without a type means linear, 0 or no factor means 1."""
+    kind = keys.get("rope.scaling.type", "linear")
+    old = keys.real("rope.scale_linear", 0.0, 1e6, default=1.0)  # the key before rope.scaling.factor
+    factor = keys.real("rope.scaling.factor", 0.0, 1e6, default=old) or 1.0
+    if not isinstance(kind, str) or kind not in ("none", "linear", "yarn"):
+        raise Unsupported(
+            f"RoPE scaling {show(kind)} is not supported",
+            "None, linear, yarn and llama3 (in rope_freqs.weight) work: use another file of the model.",
+        )
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return "none", 1.0
+    return kind, factor
+
+
+def _vocab(metadata: dict[str, Any], tensors: dict[str, RawTensor], dim: int) -> int:
+    table = tensors.get("token_embd.weight")
+    if table is None:
+        raise BadFile("tensor token_embd.weight is missing", "Use a whole model, not a vocabulary-only file.")
+    if len(table.shape) != 2 or table.shape[1] != dim:
+        raise _bad(f"tensor token_embd.weight has shape {list(table.shape)}, not [vocabulary, {dim}]")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > table.shape[0]:
+        raise _bad(f"{len(tokens):,} tokens but only {table.shape[0]:,} rows in token_embd.weight")
+    return table.shape[0]
+
+
+def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor a model must have, [N, K]."""
+    c, q, kv = config, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    block: dict[str, tuple[int, ...]] = {
+        "attn_norm": (c.dim,),
+        "attn_q": (q, c.dim),
+        "attn_k": (kv, c.dim),
+        "attn_v": (kv, c.dim),
+        "attn_output": (c.dim, q),
+        "ffn_norm": (c.dim,),
+        "ffn_gate": (c.ffn_dim, c.dim),
+        "ffn_up": (c.ffn_dim, c.dim),
+        "ffn_down": (c.dim, c.ffn_dim),
+    }
+    return {
+        "token_embd.weight": (c.vocab, c.dim),
+        **{f"blk.{i}.{part}.weight": shape for i in range(c.layers) for part, shape in block.items()},
+        "output_norm.weight": (c.dim,),
+        **({} if c.tied else {"output.weight": (c.vocab, c.dim)}),
+    }
+
+
+def check_tensors(config: LlamaConfig, tensors: dict[str, RawTensor]) -> None:
+    """Refuses a file that lacks a tensor, or has one of another shape or of a type that cannot be run."""
+    shapes = tensor_shapes(config)
+    missing = [name for name in shapes if name not in tensors]
+    if missing:
+        more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
+        raise _bad(f"missing tensors: {', '.join(missing[:3])}{more}")
+    optional = {f"blk.{i}.{part}.bias": part for i in range(config.layers) for part in BIASED}
+    shapes |= {bias: shapes[f"blk.0.{part}.weight"][:1] for bias, part in optional.items() if bias in tensors}
+    if "rope_freqs.weight" in tensors:
+        shapes["rope_freqs.weight"] = (config.rope_dims // 2,)
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        if tensor.shape != shape:
+            raise _bad(f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}")
+        if tensor.kind not in BLOCKS:
+            raise unsupported_kind(tensor)
+
+
+def rope_table(
+    config: LlamaConfig, freq_factors: NDArray[np.floating[Any]] | None, context: int
+) -> NDArray[np.float32]:
+    """[context, rope_dims/2, 2]: cos and sin of position * frequency, in float64 until the last rounding.
+    freq_factors is rope_freqs.weight (llama3 scaling): it divides the frequencies."""
+    pairs = config.rope_dims // 2
+    frequency = config.rope_theta ** (-np.arange(pairs, dtype=np.float64) / pairs)
+    if freq_factors is not None:
+        factors = np.asarray(freq_factors, np.float64).reshape(-1)
+        if factors.shape != (pairs,) or not (np.isfinite(factors) & (factors > 0)).all():
+            raise _bad(f"rope_freqs.weight does not hold {pairs} positive numbers")
+        frequency /= factors
+    magnitude = config.yarn_attn_factor
+    if config.rope_scaling == "yarn":
+        keep = yarn_ramp(config) * config.yarn_ext_factor  # share of each frequency that stays unscaled
+        frequency *= (1 - keep) / config.rope_factor + keep
+        if config.yarn_ext_factor:
+            magnitude *= 1 + 0.1 * math.log(max(config.rope_factor, 1.0))
+    else:
+        frequency /= config.rope_factor
+    table = np.empty((context, pairs, 2), np.float32)
+    for start in range(0, context, TABLE_ROWS):
+        angle = np.arange(start, min(start + TABLE_ROWS, context))[:, None] * frequency
+        table[start : start + TABLE_ROWS, :, 0] = np.cos(angle) * magnitude
+        table[start : start + TABLE_ROWS, :, 1] = np.sin(angle) * magnitude
+    return table
+
+
+def yarn_ramp(config: LlamaConfig) -> NDArray[np.float64]:
+    """Per pair: 1 where it turns more than beta_fast times within the original context, 0 below beta_slow."""
+
+    def pair_with(turns: float) -> float:
+        length = config.rope_orig_context / (turns * 2 * math.pi)
+        return config.rope_dims * math.log(length) / (2 * math.log(config.rope_theta))
+
+    low = max(0.0, math.floor(pair_with(config.yarn_beta_fast)))
+    high = min(config.rope_dims - 1.0, math.ceil(pair_with(config.yarn_beta_slow)))
+    steps = (np.arange(config.rope_dims // 2) - low) / max(0.001, high - low)
+    return np.asarray(1 - np.clip(steps, 0, 1), np.float64)

@@ -1,0 +1,358 @@
+"""Chat templates: prompts as public engines make them, what templates rely on, and templates that attack."""
+
+import datetime
+import json
+import random
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+from conftest import shared_data
+
+from llamagpu.errors import LlamaGpuError
+from llamagpu.files import chat_template
+from llamagpu.files.chat_template import render
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi <there> & \u4f60\u597d"},
+]
+
+
+def cases() -> list[dict[str, Any]]:
+    return list(json.loads(shared_data("templates/chat_template_cases.json").read_text("utf-8"))["cases"])
+
+
+def run(template: str, **names: Any) -> str:
+    return render(template, MESSAGES, bos_token="<s>", eos_token="</s>", **names)
+
+
+def refusal(template: str) -> str:
+    with pytest.raises(LlamaGpuError) as caught:
+        run(template)
+    assert caught.value.cause.isprintable() and len(caught.value.cause) < 500 and caught.value.remedy
+    return caught.value.cause
+
+
+def test_public_cases() -> None:
+    file = json.loads(shared_data("templates/chat_template_cases.json").read_text("utf-8"))
+    assert len(file["cases"]) == 15
+    for case in file["cases"]:
+        prompt = render(
+            case["template_str"],
+            file["conversation"],
+            bos_token=case.get("bos_token", ""),
+            eos_token=case.get("eos_token", ""),
+            add_generation_prompt=file["add_generation_prompt"],
+        )
+        assert prompt == (case["expected_output_jinja"] or case["expected_output"]), case["name"]
+
+
+# what templates rely on
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ bos_token }}|{{ eos_token }}|{{ add_generation_prompt }}", "<s>|</s>|True"),
+        ("{% if tools is none and documents is none %}none{% endif %}", "none"),
+        ("{{ messages|tojson }}", json.dumps(MESSAGES, ensure_ascii=False)),
+        ("{{ messages|tojson(indent=2) }}", json.dumps(MESSAGES, ensure_ascii=False, indent=2)),
+        ("{{ {'b': 1, 'a': [1.5, none, true]}|tojson }}", '{"b": 1, "a": [1.5, null, true]}'),
+        ("{{ {'b': 1, 'a': 2}|tojson(sort_keys=true, separators=(',', ':')) }}", '{"a":2,"b":1}'),
+        ("{{ '<&>'|safe }}{{ '<&>' }}{{ '<'|e }}", "<&><&>&lt;"),
+        ("{{ strftime_now('%Y') }}", str(datetime.datetime.now().year)),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{% for i in range(4) %}{% if i % 2 %}{% continue %}{% endif %}{{ i }}{% endfor %}", "02"),
+        ("a{% generation %}b{{ 1 + 1 }}{% endgeneration %}c", "ab2c"),
+        ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),  # trim_blocks, lstrip_blocks
+        ("{% set n = namespace(i=0) %}{% for m in 'ab' %}{% set n.i = n.i + 1 %}{% endfor %}{{ n.i }}", None),
+        ("{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|list|length }}", "1"),
+        ("{{ messages[1:][0]['role'] }}{{ messages[::-1][0].role }}{{ messages[-1].role }}", "useruseruser"),
+        ("{{ messages|map(attribute='role')|join(', ') }}{{ messages|join('-', attribute='role') }}", None),
+        ("{{ 'a' ~ 1 ~ none ~ x }}|{{ x is defined }}", "a1None|False"),
+        ("{{ ' a b '|trim }}{{ ' a '.strip() }}{{ 'a,b'.split(',')[-1] }}{{ 'ab'.replace('a', 'c') }}", None),
+        ("{{ '-'.join(['a', 'b']) }}{{ 'abc'|replace('b', 'x') }}{{ 'it is'|title }}", "a-baxcIt Is"),
+        ("{{ '%s is %d' % ('x', 3) }}|{{ '%05.2f'|format(3.14159) }}|{{ '{}-{n}'.format(1, n=2) }}", None),
+        ("{{ 'a\nb'|indent(2) }}", "a\n  b"),
+        ("{% for k, v in {'b': 1, 'a': 2}.items() %}{{ k }}{{ v }}{% endfor %}", "b1a2"),
+        ("{% for k, v in {'b': 1, 'a': 2}|dictsort %}{{ k }}{{ v }}{% endfor %}", "a2b1"),
+        ("{% for k, v in {'b': 1}|items %}{{ k }}{{ v }}{% endfor %}{{ dict(a=1) }}", "b1{'a': 1}"),
+        ("{% macro m(x, y='d') %}{{ x }}{{ y }}{{ varargs }}{% endmacro %}{{ m(1) }}{{ m(1, 2, 3) }}", None),
+        ("{% macro m() %}<{{ caller() }}>{% endmacro %}{% call m() %}in{% endcall %}", "<in>"),
+        ("{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}", "123"),
+        ("{% set a, b = 1, 2 %}{{ a }}{{ b }}{% set c %}x{{ a }}{% endset %}{{ c }}", "12x1"),
+        ("{{ [1, 2] + [3] }}{{ (1, 2) }}{{ 2 ** 10 }}{{ 7 // 2 }}{{ 'ab' * 2 }}{{ -3|abs }}", None),
+        ("{{ [3, 1, 2]|sort|first }}{{ 'abc'|last }}{{ [1, 1]|unique|list }}{{ 'x'|default('y') }}", None),
+        ("{{ loop is defined }}{{ '3'|int + 1 }}{{ none|default('d', true) }}{{ 'abc'|upper|length }}", None),
+        ("{{ messages[0].get('name', 'n') }}{{ 'role' in messages[0] }}{{ messages[0] is mapping }}", None),
+    ],
+)  # fmt: skip
+def test_what_templates_use(template: str, expected: str | None) -> None:
+    """Where no text is given it is what jinja2 itself makes of the template."""
+    if expected is None:
+        import jinja2
+
+        expected = jinja2.Environment().from_string(template).render(messages=MESSAGES)
+    assert run(template) == expected
+
+
+def test_further_names() -> None:
+    assert run("{{ tools[0].name }}{{ thinking }}", tools=[{"name": "f"}], thinking=False) == "fFalse"
+    assert run("{{ add_generation_prompt }}", add_generation_prompt=False) == "False"
+
+
+def test_a_long_conversation() -> None:
+    llama3 = next(case["template_str"] for case in cases() if case["name"] == "Llama-3")
+    messages = [{"role": "user", "content": "word " * 100}] * 1000  # about 125,000 tokens
+    prompt = render(llama3, messages, bos_token="<s>", eos_token="")
+    assert prompt.count("<|eot_id|>") == 1000 and len(prompt) > 500_000
+
+
+def test_messages_are_not_changed() -> None:
+    before = json.dumps(MESSAGES)
+    for call in ("append(1)", "clear()", "pop()", "extend([1])", "insert(0, 1)", "sort()", "reverse()"):
+        assert "unsafe" in refusal("{{ messages." + call + " }}")
+    for call in ("update({'a': 1})", "pop('role')", "clear()", "setdefault('x', 1)", "popitem()"):
+        assert "unsafe" in refusal("{{ messages[0]." + call + " }}")
+    assert json.dumps(MESSAGES) == before
+
+
+# what goes wrong
+
+
+def test_errors_say_why() -> None:
+    assert "roles must alternate" in refusal("{{ raise_exception('roles must alternate') }}")
+    assert "unknown tag 'foo'" in refusal("{% foo %}")
+    assert "'x' is undefined" in refusal("{{ x.y.z }}")
+    assert "division by zero" in refusal("{{ 1 / 0 }}")
+    assert "No filter named 'nonsense'" in refusal("{{ 1|nonsense }}")
+    assert "Unexpected end" in refusal("{% for m in messages %}")
+    assert refusal("{{ raise_exception('a\n\x1b[31mb') }}").endswith("a  [31mb")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__init__.__globals__ }}",
+        "{{ ''['__class__']['__mro__'] }}",
+        "{{ raise_exception.__globals__.sys }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ loop.__init__ }}{% for m in messages %}{{ loop.__init__.__globals__ }}{% endfor %}",
+        "{{ messages|map(attribute='__class__')|map(attribute='__mro__')|list }}{{ ''|attr('__class__') }}",
+        "{{ '{0.__class__.__mro__}'.format(1).x.y }}",
+        "{{ '%s'.format_map({}) }}",
+        "{{ ''.encode() }}",
+        "{{ lipsum.__globals__['os'] }}",
+        "{{ cycler.__init__ }}{{ joiner() }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{% from 'os' import system %}",
+        "{% extends 'x' %}",
+        "{{ import('os') }}",
+        "{{ open('/etc/passwd') }}",
+        "{{ eval('1') }}",
+    ],
+)
+def test_nothing_gets_out(template: str) -> None:
+    assert "root:" not in refusal(template)
+
+
+ENDLESS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999)|map('string') %}{% endfor %}{% endfor %}",
+    "{% for a in range(9999) if a is odd %}{% for b in range(9999) if b is odd %}{% endfor %}{% endfor %}",
+    "{% set x = [1] * 100000 %}{% for i in x %}{% for j in x %}{% set y = i + j %}{% endfor %}{% endfor %}",
+    "{% for i in range(9999) %}{{ range(99999)|sort|length }}{% endfor %}",
+    "{% macro f(x) %}{{ caller(x) }}{% endmacro %}"
+    "{% for i in range(999) %}{% for j in range(99) %}{% call(y) f(1) %}{% endcall %}{% endfor %}"
+    "{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% set l = range(99999)|list %}{% set m = l[:] %}{% for i in range(99999) %}"
+    "{% if " + " and ".join(["l == m"] * 50) + " %}{% endif %}{% endfor %}",
+    "{% set ns = namespace(l=[]) %}{% for i in range(99999) %}{% set ns.l = ns.l + [i] %}{% endfor %}",
+    "{% set ns = namespace() %}{% set ns.a = [ns, ns] %}{{ ns.a }}"
+    "{% for i in range(99999) %}{% for j in range(999) %}{{ ns.a == ns.a }}{% endfor %}{% endfor %}",
+    "{{ 1" + " + 1" * 20000 + " }}",
+    "{{ [" + "a," * 60000 + "] }}",
+    "{% if a %}b{% endif %}" * 11000,
+]  # fmt: skip
+RECURSIVE = [
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{% macro f(x) %}{{ f(x) ~ f(x) }}{% endmacro %}{{ f(1) }}",
+    "{% macro f() %}{{ g() }}{% endmacro %}{% macro g() %}{{ f() }}{% endmacro %}{{ g() }}",
+    "{% block a %}{{ self.a() }}{% endblock %}",
+    "{% for x in [[1]] recursive %}{{ loop([x, x]) }}{% endfor %}",
+    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "{{ " + "not " * 5000 + "1 }}",
+    "{% if 1 %}" * 2000 + "{% endif %}" * 2000,
+]
+LARGE = [
+    "{% for i in range(10**9) %}x{% endfor %}",
+    "{{ 'a' * 10**10 }}",
+    "{{ 10**10 * 'a' }}",
+    "{{ [0] * 10**9 }}",
+    "{{ ('a' * 1000000) * 1000000 }}",
+    "{{ 10**10**10 }}",
+    "{{ 2**100000000 }}",
+    "{{ (10**70) * (10**70) }}",
+    "{{ " + "9" * 100000 + " }}",
+    "{% set ns = namespace(a='aaaa') %}{% for i in range(99) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+    "{% set ns = namespace(a='aaaa') %}{% for i in range(99) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+    "{% set ns = namespace(a=['x']) %}{% for i in range(99) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+    "{% set n = namespace(a=1) %}{% for i in range(99) %}{% set n.a = [n.a, n.a] %}{% endfor %}{{ n.a }}",
+    "{% set ns = namespace(a=['x']) %}{% for i in range(99) %}{% set ns.a = (ns.a, ns.a) %}{% endfor %}"
+    "{{ ns.a == ns.a }}",
+    "{% set ns = namespace(a=1) %}{% for i in range(99) %}{% set ns.a = {'a': ns.a, 'b': ns.a} %}{% endfor %}"
+    "{{ ns.a|tojson }}",
+    "{% set ns = namespace(a=1) %}{% for i in range(99) %}{% set ns.a = dict(a=ns.a, b=ns.a) %}{% endfor %}",
+    "{% macro f(n) %}{{ f(n-1, varargs, varargs) if n else varargs }}{% endmacro %}{{ f(60, 1) }}",
+    "{% macro f(n) %}{{ f(n-1, a=kwargs, b=kwargs) if n else kwargs }}{% endmacro %}{{ f(60, a=1) }}",
+    "{% set d = {'k': 'v' * 1000000} %}{{ [d.items()] * 100000 }}",
+    "{% set s = 'ab' * 2000000 %}" + "".join(f"{{% set a{i} = s[1:] %}}" for i in range(300)),
+    "{% set n = namespace(s='x' * 999999) %}{% for i in range(999) %}{% set n.s = n.s[1:] ~ 1 %}{% endfor %}",
+    "{% for i in range(99999) %}" + "x" * 100000 + "{% endfor %}",
+    "{% set x %}{% for i in range(9999) %}" + "x" * 100000 + "{% endfor %}{% endset %}{{ x|length }}",
+    "{% macro g() %}{% for i in range(9999) %}" + "x" * 100000 + "{% endfor %}{% endmacro %}{{ g()|length }}",
+    "{% set l = range(99999)|list %}{% set x %}{% for i in range(9999) %}{{ l }}{% endfor %}{% endset %}",
+    "{{ 'a'.center(10**10) }}",
+    "{{ 'a'|center(10**10) }}",
+    "{{ 'a'.ljust(10**10) }}",
+    "{{ 'a'.zfill(10**10) }}",
+    "{{ 'a\t'.expandtabs(10**9) }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{{ '%*d' % (1000000000, 1) }}",
+    "{{ '%1000000000d'|format(1) }}",
+    "{{ '{:1000000000}'.format(1) }}",
+    "{{ '{:{w}}'.format(1, w=1000000000) }}",
+    "{{ ('%(a)s' * 100000)|format(a='a' * 1000000) }}",
+    "{{ ('{0}' * 100000).format('a' * 1000000) }}",
+    "{{ ('b' * 1000000).join('a' * 100000) }}",
+    "{{ ('a' * 100000)|list|join('b' * 1000000) }}",
+    "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
+    "{{ ('a' * 1000000)|replace('a', 'b' * 1000000) }}",
+    "{{ ('a\n' * 1000000)|indent(100000) }}",
+    "{{ ('<' * 4000000)|e }}",
+    "{{ ('a ' * 2000000)|title }}",
+    "{{ ('a ' * 2000000).split()|length }}",
+    "{{ messages|tojson(indent=10**9) }}",
+    "{{ messages|tojson(separators=('a' * 4000000, 'b')) }}",
+    "{{ ('a' * 1000000).rfind('b' + 'a' * 500000) }}",
+    "{{ ('a' * 4000000).strip('b' * 4000000 + 'a') }}",
+    "{{ ('a' * 4000000)|trim('b' * 4000000 + 'a') }}",
+    "{{ 'x'|batch(10**9, 'y')|list }}",
+    "{{ 1.5|round(10**9) }}",
+    "{{ lipsum(10**6) }}",
+    "x" * 300000,
+]
+
+
+@pytest.mark.parametrize("template", [pytest.param(t, id=t[:60]) for t in ENDLESS])
+def test_endless_templates_end(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "SECONDS", 0.4)
+    start = time.perf_counter()
+    assert "0.4 seconds" in refusal(template)
+    assert time.perf_counter() - start < 2  # the deadline and one step
+
+
+def test_the_real_deadline() -> None:
+    start = time.perf_counter()
+    assert "2 seconds" in refusal(ENDLESS[0])
+    assert 1.9 < time.perf_counter() - start < 4
+
+
+@pytest.mark.parametrize("template", [pytest.param(t, id=t[:60]) for t in RECURSIVE])
+def test_recursion_ends(template: str) -> None:
+    assert "nested too deeply" in refusal(template)
+
+
+@pytest.mark.parametrize("template", [pytest.param(t, id=t[:60]) for t in LARGE])
+def test_large_values_are_refused(template: str) -> None:
+    start, before = time.perf_counter(), peak_megabytes()
+    refusal(template)
+    assert time.perf_counter() - start < 4
+    assert peak_megabytes() - before < 300
+
+
+def peak_megabytes() -> float:
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+
+
+def test_limits_hold_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "SECONDS", 0.4)
+    causes: list[str] = []
+    threads = [threading.Thread(target=lambda: causes.append(refusal(ENDLESS[0]))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(causes) == 2 and all("0.4 seconds" in cause for cause in causes)
+
+
+def test_an_outer_trace_function_comes_back() -> None:
+    seen = []
+
+    def outer(frame: Any, event: str, arg: Any) -> None:
+        seen.append(event)
+
+    before = sys.gettrace()
+    sys.settrace(outer)
+    try:
+        run("{{ 1 }}")
+        assert sys.gettrace() is outer
+        refusal("{{ 1 / 0 }}")
+        assert sys.gettrace() is outer
+    finally:
+        sys.settrace(before)
+
+
+def test_mutated_templates_never_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "SECONDS", 0.5)
+    rng = random.Random(3)
+    sources = [case["template_str"] for case in cases()]
+    bits = [
+        "{{",
+        "}}",
+        "{%",
+        "%}",
+        "{#",
+        "-",
+        "|",
+        "(",
+        ")",
+        "[",
+        "'",
+        "\\",
+        "loop",
+        "range(999)",
+        "*",
+        "**",
+        "\ud800",
+    ]
+    worked = refused = 0
+    for _ in range(400):
+        text = rng.choice(sources)
+        for _ in range(rng.randint(1, 2)):
+            at, end = sorted(rng.randrange(len(text) + 1) for _ in range(2))
+            end = min(end, at + 6)
+            text = (
+                text[:at]
+                + rng.choice(["", text[at:end] * 2, rng.choice(bits), rng.choice(bits)])
+                + text[end:]
+            )
+        try:
+            run(text)
+            worked += 1
+        except LlamaGpuError as error:
+            assert error.cause.isprintable()
+            refused += 1
+    assert worked > 20 and refused > 20

@@ -1,0 +1,253 @@
+"""The set-up scripts; stand-ins for venv, pip and apt-get note what they were asked."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+SCRIPTS = [ROOT / "scripts/run", ROOT / "scripts/test", ROOT / ".ci/run"]
+
+# Real for `-c`; `-m venv` and `-m pip install` are noted in $LOG and take as long as $SLOW says.
+PYTHON = f"""#!/bin/bash
+case "$*" in
+    *wgpu*) [ -e "$LOG.adapter" ]; exit ;;
+    *"-m venv "*) echo venv >>"$LOG"; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+    *"pip install"*) echo "pip ${{@: -1}} user=$PIP_USER" >>"$LOG"; sleep "${{SLOW:-0}}"
+        if [ -e "$LOG.broken" ]; then echo "ERROR: No matching distribution found"; exit 1; fi
+        printf '#!/bin/sh\\nprintf "<%%s>" "$@"\\n[ ! -e /dev/fd/9 ] || echo leaked\\nexit 5\\n' \\
+            >"$(dirname "$0")/llamagpu"
+        chmod +x "$(dirname "$0")/llamagpu" ;;
+    *"-m pip --version"*) exit 0 ;;
+    *"-m ruff"*) echo lint; exit "${{LINT:-0}}" ;;
+    *"-m mypy"*) echo types ;;
+    *"-m pytest"*) shift 2; echo "tests $*"; exit "${{TESTS:-0}}" ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+def executable(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+class Checkout:
+    def __init__(self, base: Path) -> None:
+        self.root, self.bin, self.log = base / "a check out", base / "bin", base / "log"
+        shutil.copytree(ROOT / "scripts", self.root / "scripts")
+        shutil.copytree(ROOT / ".ci", self.root / ".ci")
+        shutil.copy(ROOT / "pyproject.toml", self.root)
+        self.venv = self.root / ".venv"
+        for name in ("python3", "python", *(f"python3.{minor}" for minor in range(11, 15))):
+            executable(self.bin / name, PYTHON)
+        executable(self.bin / "apt-get", '#!/bin/sh\necho "apt-get $*" >>"$LOG"; touch "$LOG.apt"\n')
+        executable(self.bin / "id", "#!/bin/sh\necho 0\n")
+        self.adapter = base / "log.adapter"
+        self.adapter.touch()
+        self.broken = base / "log.broken"
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "LLAMAGPU_"))}
+        self.env |= {"PATH": f"{self.bin}:{os.environ['PATH']}", "LOG": str(self.log), "HOME": str(base)}
+        self.env |= {"HOSTNAME": "here"}
+
+    def start(self, *args: str, script: str = "scripts/run", **env: str) -> subprocess.Popen:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        command = [str(self.root / script), *args]
+        return subprocess.Popen(
+            command, cwd="/", env=self.env | env, text=True, start_new_session=True, **streams
+        )
+
+    def run(self, *args: str, **kwargs: str) -> tuple[int, str, str]:
+        process = self.start(*args, **kwargs)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def noted(self) -> list[str]:
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return lines
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, ROOT / "scripts/setup.sh"], ids=lambda p: p.name)
+def test_syntax(script):
+    subprocess.run(["bash", "-n", script], check=True)
+    assert (script in SCRIPTS) == os.access(script, os.X_OK)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "-S", "warning", "-s", "bash", script], check=True)
+
+
+def test_first_run_sets_up_and_the_second_is_silent(checkout):
+    code, out, err = checkout.run("generate", "-p", "Once upon  a time", "*", "")
+    assert (code, out) == (5, "<generate><-p><Once upon  a time><*><>")
+    assert err.count("\n") == 1 and "installing packages ... done" in err
+    assert checkout.noted() == ["venv", "pip . user=0"]
+
+    started = time.perf_counter()
+    assert checkout.run("x") == (5, "<x>", "")
+    assert time.perf_counter() - started < 1  # 0.05 s on an idle machine
+    assert checkout.noted() == []
+
+
+def test_started_through_a_link(checkout, tmp_path):
+    (tmp_path / "link").symlink_to(checkout.root / "scripts/run")
+    run = subprocess.run([tmp_path / "link", "x"], env=checkout.env, capture_output=True, text=True)
+    assert run.stdout == "<x>" and checkout.venv.is_dir()
+
+
+def test_changed_declarations_install_again(checkout):
+    checkout.run()
+    checkout.noted()
+    with (checkout.root / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    assert checkout.run("x")[:2] == (5, "<x>")
+    assert checkout.noted() == ["pip . user=0"]
+
+
+def test_lost_interpreter_is_replaced(checkout):
+    checkout.run()
+    checkout.noted()
+    (checkout.venv / "bin/python").unlink()
+    assert checkout.run("x")[:2] == (5, "<x>")
+    assert checkout.noted() == ["venv", "pip . user=0"]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
+@pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
+def test_killed_half_way_heals(checkout, sent, again):
+    if again:  # a complete environment that is being brought up to date
+        checkout.run()
+        (checkout.root / "pyproject.toml").write_text("[project]\n")
+        checkout.noted()
+    process = checkout.start(SLOW="30")
+    while not (checkout.log.exists() and "pip" in checkout.log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, sent)
+    assert process.wait(10) != 0
+    checkout.noted()
+    (checkout.venv / "lib").mkdir(exist_ok=True)
+    (checkout.venv / "lib/half").touch()
+    assert checkout.run("x")[:2] == (5, "<x>")
+    assert checkout.noted() == ["venv", "pip . user=0"]
+    assert not (checkout.venv / "lib/half").exists()
+
+
+def test_two_runs_at_once_install_once(checkout):
+    runs = [checkout.start(str(i), SLOW="1") for i in range(3)]
+    results = [run.communicate(timeout=60) for run in runs]
+    assert [out for out, _ in results] == ["<0>", "<1>", "<2>"]
+    assert sorted("waiting for another run" in err for _, err in results) == [False, True, True]
+    assert checkout.noted() == ["venv", "pip . user=0"]
+
+
+def test_failed_install(checkout):
+    checkout.broken.touch()
+    code, out, err = checkout.run("x")
+    assert (code, out) == (1, "")
+    assert "No matching distribution" in err and "Check the network" in err and "install.log" in err
+    checkout.broken.unlink()
+    assert checkout.run("x")[:2] == (5, "<x>")
+
+
+def test_own_environment_is_kept(checkout):
+    """A .venv that was there before gets the package; nothing in it is thrown away."""
+    executable(checkout.venv / "bin/python", PYTHON)
+    executable(checkout.venv / "bin/mine", "")
+    assert checkout.run("x")[:2] == (5, "<x>")
+    assert checkout.noted() == ["pip . user=0"]
+    assert (checkout.venv / "bin/mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ("exit 127", "Python 3.11 or newer is needed, and there is none"),
+        ('case "$2" in *print*) echo 3.9 ;; *) exit 1 ;; esac', "3.11 or newer is needed, python3 is 3.9"),
+        ('case "$2" in *print*) echo 3.12 ;; *ensurepip*) exit 1 ;; esac', "apt-get install python3.12-venv"),
+    ],
+    ids=["none", "old", "no-venv"],
+)
+def test_no_usable_python(checkout, answers, expected):
+    for python in checkout.bin.glob("python*"):
+        executable(python, f"#!/bin/bash\n{answers}\n")
+    code, out, err = checkout.run("x")
+    assert (code, out) == (1, "") and expected in err
+    assert not checkout.venv.exists()
+
+
+def test_newer_python_beside_an_old_one(checkout):
+    executable(checkout.bin / "python3", '#!/bin/bash\ncase "$2" in *print*) echo 3.9 ;; *) exit 1 ;; esac\n')
+    assert checkout.run("x")[:2] == (5, "<x>")
+
+
+def test_adapter_missing_then_mesa(checkout):
+    checkout.adapter.unlink()
+    executable(checkout.bin / "apt-get", '#!/bin/sh\necho "apt-get $*" >>"$LOG"; touch "$LOG.adapter"\n')
+    code, out, err = checkout.run("x")
+    assert (code, out) == (5, "<x>") and "Mesa's software Vulkan driver ... done" in err
+    update, install = checkout.noted()[2:]
+    assert update.endswith(" update") and install.endswith("libvulkan1 mesa-vulkan-drivers")
+    assert checkout.run("x") == (5, "<x>", "")
+
+
+def test_adapter_missing_and_no_rights(checkout):
+    checkout.adapter.unlink()
+    executable(checkout.bin / "id", "#!/bin/sh\necho 1000\n")
+    executable(checkout.bin / "sudo", "#!/bin/sh\nexit 1\n")
+    code, out, err = checkout.run("x")
+    assert (code, out) == (5, "<x>")  # not every command needs an adapter
+    assert "    apt-get install mesa-vulkan-drivers" in err and "installing Mesa" not in err
+    assert not [line for line in checkout.noted() if line.startswith("apt-get")]
+    checkout.adapter.touch()
+    assert checkout.run("x") == (5, "<x>", "")
+
+
+def test_checkout_that_cannot_be_written(checkout, tmp_path):
+    """Root may write anywhere, so for root a plain file stands where the environment would be made."""
+    if os.geteuid():
+        checkout.root.chmod(0o555)
+    else:
+        checkout.venv.touch()
+    for setting, folder in (("XDG_CACHE_HOME", "c/llamagpu"), ("LLAMAGPU_CACHE", "d")):
+        cache = {setting: str(tmp_path / folder.split("/")[0])}
+        assert checkout.run("x", **cache)[:2] == (5, "<x>")
+        assert checkout.run("x", **cache) == (5, "<x>", "")
+        assert len(list((tmp_path / folder).glob("venv-*/.ready-run"))) == 1
+    checkout.root.chmod(0o755)
+
+
+@pytest.mark.parametrize(("lint", "tests", "worst"), [(0, 0, 0), (1, 0, 1), (0, 1, 1), (1, 5, 5), (2, 1, 2)])
+def test_all_checks_run_and_the_worst_code_counts(checkout, lint, tests, worst):
+    code, out, err = checkout.run("-k", "a b", script=".ci/run", LINT=str(lint), TESTS=str(tests))
+    assert code == worst
+    assert [line.split()[0] for line in out.splitlines()] == ["lint", "types", "tests"]
+    assert out.endswith("-k a b\n") and "done" in err
+    assert checkout.noted() == ["venv", "pip .[test,dev] user=0"]
+    assert checkout.run("x") == (5, "<x>", "")  # what the tests need covers what a run needs
+    assert checkout.run(script="scripts/test")[2] == ""
+    assert checkout.noted() == []
+
+
+@pytest.mark.slow
+def test_real_set_up(tmp_path):
+    """A copy of this checkout, its own environment from the package index, and `--help` out of it."""
+    root = tmp_path / "a copy"
+    keep = shutil.ignore_patterns(".git", ".venv", "*_cache", "__pycache__", ".hypothesis")
+    shutil.copytree(ROOT, root, ignore=keep)
+    for first in (True, False):
+        help_ = [root / "scripts/run", "--help"]
+        run = subprocess.run(help_, cwd="/", capture_output=True, text=True, timeout=600)
+        assert run.returncode == 0, run.stderr
+        assert "generate" in run.stdout
+        assert ("setting up" in run.stderr) == first
