@@ -1,0 +1,139 @@
+// Attention of one token over a long cache. A workgroup takes one kv head and one of the splits of the context; its
+// subgroups are (query head of the group) x STRANDS, so K and V come from memory once for all heads that share them.
+// Within a subgroup TEAM lanes own a position and read its key and value along head_dim, 16 bytes each; every team keeps
+// its own online softmax, so the loop has no barrier; they are joined at the end, through little workgroup memory (more
+// makes the GPU rearrange its caches between kernels, 1 to 3 us a time on an H200).
+// One split: writes the heads (as int8 records with I8). Several: writes (sum, top, total) for attend_merge.
+// Parts: half, kv8, record. Needs m == 1, HEAD_DIM % (8 * TEAM) == 0, SUBGROUP % TEAM == 0.
+struct Step { pos: u32, m: u32, capacity: u32, count: u32 }  // first position, tokens, positions a head's cache holds, tokens picked
+const HEADS: u32 = 1u;
+const KV_HEADS: u32 = 1u;
+const HEAD_DIM: u32 = 64u;
+const WINDOW: u32 = 0u;  // a token sees the last WINDOW positions, its own included; 0: all
+const SCALE: f32 = 1.0;
+const SUBGROUP: u32 = 32u;
+const TEAM: u32 = 8u;     // lanes that share a position
+const STRANDS: u32 = 2u;  // subgroups per query head, a power of two
+const I8: bool = false;
+const GROUP_HEADS: u32 = HEADS / KV_HEADS;
+const WORKGROUP: u32 = GROUP_HEADS * STRANDS * SUBGROUP;
+const OCTS: u32 = HEAD_DIM / 8u / TEAM;          // runs of 8 dimensions that a lane owns: run lane + TEAM * i
+const STRIDE: u32 = STRANDS * SUBGROUP / TEAM;  // positions in flight per head
+@group(0) @binding(0) var<storage, read_write> y: array<u32>;              // [HEADS, HEAD_DIM] f32 or records; or partial sums
+@group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;    // [HEADS, splits] (top, total), several splits only
+@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;              // q [HEADS, HEAD_DIM]
+@group(0) @binding(8) var<uniform> step: Step;
+const HALF: u32 = max(STRANDS / 2u, 1u);
+var<workgroup> half_top: array<f32, GROUP_HEADS * HALF>;
+var<workgroup> half_total: array<f32, GROUP_HEADS * HALF>;
+var<workgroup> half_sum: array<vec4<f32>, GROUP_HEADS * HALF * HEAD_DIM / 4u>;
+fn put4(i: u32, v: vec4<f32>) {
+  let u = bitcast<vec4<u32>>(v);
+  y[4u * i] = u.x; y[4u * i + 1u] = u.y; y[4u * i + 2u] = u.z; y[4u * i + 3u] = u.w;
+}
+fn quad_of(i: u32, lane: u32) -> u32 { return 2u * (TEAM * (i / 2u) + lane) + i % 2u; }  // of acc[i], in the head
+@compute @workgroup_size(WORKGROUP)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
+        @builtin(local_invocation_index) index: u32) {
+  let subgroup = index / SUBGROUP;
+  let local_head = subgroup / STRANDS;
+  let head = group.x * GROUP_HEADS + local_head;
+  let lane = index % TEAM;
+  let end = step.pos + 1u;
+  let begin = select(0u, end - min(WINDOW, end), WINDOW > 0u);
+  let share = (end - begin + groups.y - 1u) / groups.y;
+  let last = min(begin + (group.y + 1u) * share, end);
+  let base = group.x * step.capacity;
+  var q: array<vec4<f32>, 2u * OCTS>;
+  var acc: array<vec4<f32>, 2u * OCTS>;
+  for (var i = 0u; i < OCTS; i++) {
+    let j = head * (HEAD_DIM / 4u) + 2u * (TEAM * i + lane);
+    q[2u * i] = x[j] * SCALE;
+    q[2u * i + 1u] = x[j + 1u] * SCALE;
+    acc[2u * i] = vec4<f32>();
+    acc[2u * i + 1u] = vec4<f32>();
+  }
+  var top = -1e30;
+  var total = 0.0;
+  let first = begin + group.y * share + subgroup % STRANDS * (SUBGROUP / TEAM) + index % SUBGROUP / TEAM;
+  let rounds = (share + 2u * STRIDE - 1u) / (2u * STRIDE);  // the same for all lanes: they shuffle together
+  for (var r = 0u; r < rounds; r++) {
+    let p0 = first + 2u * r * STRIDE;
+    let p1 = p0 + STRIDE;
+    let row0 = (base + min(p0, end - 1u)) * (HEAD_DIM / 8u) + lane;
+    let row1 = (base + min(p1, end - 1u)) * (HEAD_DIM / 8u) + lane;
+    var s0 = 0.0;
+    var s1 = 0.0;
+    var v0: array<mat2x4<f32>, OCTS>;  // loaded before the scores are known: both wait for memory once
+    var v1: array<mat2x4<f32>, OCTS>;
+    for (var i = 0u; i < OCTS; i++) {
+      let a = key8(row0 + TEAM * i);
+      let b = key8(row1 + TEAM * i);
+      v0[i] = value8(row0 + TEAM * i);
+      v1[i] = value8(row1 + TEAM * i);
+      s0 += dot(q[2u * i], a[0]) + dot(q[2u * i + 1u], a[1]);
+      s1 += dot(q[2u * i], b[0]) + dot(q[2u * i + 1u], b[1]);
+    }
+    var s = vec2<f32>(s0, s1);
+    for (var d = 1u; d < TEAM; d <<= 1u) { s += subgroupShuffleXor(s, d); }
+    s = select(vec2<f32>(-1e30), s, vec2<u32>(p0, p1) < vec2<u32>(last));
+    let peak = max(top, max(s.x, s.y));
+    let keep = exp(top - peak);
+    let e = select(vec2<f32>(), exp(s - peak), vec2<u32>(p0, p1) < vec2<u32>(last));
+    total = total * keep + e.x + e.y;
+    top = peak;
+    for (var i = 0u; i < OCTS; i++) {
+      acc[2u * i] = acc[2u * i] * keep + e.x * v0[i][0] + e.y * v1[i][0];
+      acc[2u * i + 1u] = acc[2u * i + 1u] * keep + e.x * v0[i][1] + e.y * v1[i][1];
+    }
+  }
+  // join the positions of the subgroup, then the strands of the head
+  var peak = top;
+  for (var d = TEAM; d < SUBGROUP; d <<= 1u) { peak = max(peak, subgroupShuffleXor(peak, d)); }
+  let scale = exp(top - peak);
+  total *= scale;
+  for (var d = TEAM; d < SUBGROUP; d <<= 1u) { total += subgroupShuffleXor(total, d); }
+  top = peak;
+  for (var i = 0u; i < 2u * OCTS; i++) {
+    acc[i] *= scale;
+    for (var d = TEAM; d < SUBGROUP; d <<= 1u) { acc[i] += subgroupShuffleXor(acc[i], d); }
+  }
+  let strand = subgroup % STRANDS;
+  for (var half = STRANDS / 2u; half > 0u; half >>= 1u) {  // the upper half of the strands hands over to the lower
+    let slot = local_head * HALF + strand % half;
+    if (strand >= half && strand < 2u * half && index % SUBGROUP < TEAM) {
+      half_top[slot] = top;
+      half_total[slot] = total;
+      for (var i = 0u; i < 2u * OCTS; i++) { half_sum[slot * (HEAD_DIM / 4u) + quad_of(i, lane)] = acc[i]; }
+    }
+    workgroupBarrier();
+    if (strand < half) {
+      let both = max(top, half_top[slot]);
+      let own = exp(top - both);
+      let other = exp(half_top[slot] - both);
+      top = both;
+      total = total * own + half_total[slot] * other;
+      for (var i = 0u; i < 2u * OCTS; i++) { acc[i] = acc[i] * own + half_sum[slot * (HEAD_DIM / 4u) + quad_of(i, lane)] * other; }
+    }
+    workgroupBarrier();
+  }
+  if (strand > 0u) { return; }
+  let first_team = index % SUBGROUP < TEAM;
+  if (groups.y > 1u) {
+    let at = head * groups.y + group.y;
+    for (var i = 0u; i < 2u * OCTS; i++) { if (first_team) { put4(at * (HEAD_DIM / 4u) + quad_of(i, lane), acc[i]); } }
+    if (index % SUBGROUP == 0u) { stats[at] = vec2<f32>(top, total); }
+    return;
+  }
+  for (var i = 0u; i < OCTS; i++) {
+    let quad = head * (HEAD_DIM / 4u) + quad_of(2u * i, lane);
+    if (I8) {  // 4 lanes hold 32 dimensions
+      let r = make_record(acc[2u * i] / total, acc[2u * i + 1u] / total, index);
+      let at = 12u * (quad / 8u) + index % 4u;
+      if (first_team) { y[at] = r.even; y[at + 4u] = r.odd; y[at + 8u] = r.scale; }
+    } else if (first_team) {
+      put4(quad, acc[2u * i] / total);
+      put4(quad + 1u, acc[2u * i + 1u] / total);
+    }
+  }
+}

@@ -1,0 +1,20 @@
+// 32 q6 weights of a row, 24 bytes: the low nibbles as in q4, then behind the row's nibbles 8 bytes of high bit pairs
+// (word 0 of the even weights, word 1 of the odd ones; bits 2j of a byte belong to word j of the plane).
+// Needs K % 64 == 0.
+const K: u32 = 64u;
+const ZERO: f32 = 32.0;
+struct Raw { q: vec4<u32>, h: vec2<u32> }
+struct Planes { even: vec4<u32>, odd: vec4<u32> }
+@group(0) @binding(6) var<storage, read> w: array<vec4<u32>>;
+fn load_raw(row: u32, b: u32) -> Raw {
+  let i = row * (3u * K / 64u);
+  let high = w[i + K / 32u + b / 2u];
+  return Raw(w[i + b], select(high.xy, high.zw, (b & 1u) == 1u));
+}
+fn high_bits(h: u32) -> vec4<u32> {
+  return vec4<u32>(h << 4u, h << 2u, h, h >> 2u) & vec4<u32>(0x30303030u);
+}
+fn planes(r: Raw) -> Planes {
+  return Planes((r.q & vec4<u32>(0x0F0F0F0Fu)) | high_bits(r.h.x),
+                ((r.q >> vec4<u32>(4u)) & vec4<u32>(0x0F0F0F0Fu)) | high_bits(r.h.y));
+}

@@ -1,0 +1,11 @@
+// 32 q8 weights of a row by two 16-byte loads: the 16 even ones and the 16 odd ones, as they lie. Needs K % 32 == 0.
+const K: u32 = 32u;
+const ZERO: f32 = 0.0;
+struct Raw { even: vec4<u32>, odd: vec4<u32> }
+struct Planes { even: vec4<u32>, odd: vec4<u32> }
+@group(0) @binding(6) var<storage, read> w: array<vec4<u32>>;
+fn load_raw(row: u32, b: u32) -> Raw {
+  let i = 2u * (row * (K / 32u) + b);
+  return Raw(w[i], w[i + 1u]);
+}
+fn planes(r: Raw) -> Planes { return Planes(r.even, r.odd); }

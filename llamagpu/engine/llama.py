@@ -1,0 +1,369 @@
+"""The transformer on the device: buffers, the plan of dispatches for m tokens, prefill and decode. Token ids only."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import wgpu
+
+from llamagpu.engine import ops
+from llamagpu.engine.weights import Layer, Matrix, Weights
+from llamagpu.errors import DoesNotFit
+from llamagpu.files.config import LlamaConfig, rope_table
+from llamagpu.gpu import routes
+from llamagpu.gpu.device import Dispatch, Gpu
+from llamagpu.gpu.recorder import Plan, Recorder, Step
+
+CHUNK = 512  # most tokens of a prefill step: bounds the scratch buffers
+LOGIT_BYTES = 64 << 20  # of logits when every position has them
+RING = 64  # picked tokens the device keeps: more than two batches
+BATCH = 8  # most decode steps in one submission
+VISIBLE_S = 0.02  # a batch lasts no longer: two are in flight, and text should appear within 50 ms
+Progress = Callable[[int, int], None]
+
+
+class Transformer:
+    """One sequence: `history` are the ids whose keys and values are in the cache."""
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        config: LlamaConfig,
+        weights: Weights,
+        freq_factors: np.ndarray[Any, Any] | None,
+        context: int,
+        limit: int | None = None,
+        chunk: int = CHUNK,
+        kv_f32: bool = False,
+        fast: bool = False,
+    ) -> None:
+        self.gpu, self.config, self.weights = gpu, config, weights
+        self.freq_factors = freq_factors
+        self.kv_f32 = kv_f32
+        # int8 activations, for one token and for many; a file with odd shapes or types stays with f32
+        self.fast = fast and suits_i8(config, weights, gpu, 1)
+        self.fast_many = fast and suits_i8(config, weights, gpu, CHUNK)
+        self.joins_norm = routes.norm_in_linear(config.dim, gpu.caps)
+        self.limit = limit or context  # the cache starts with room for `context` positions and grows to this
+        self.chunk = min(chunk, self.limit)
+        self.recorder = Recorder(gpu)
+        self.history: list[int] = []
+        self.plans: dict[tuple[Any, ...], Plan] = {}
+        c, rows = config, self.chunk
+        self.x = gpu.zeros(rows * c.dim * 4, "x")  # [m, dim] residual stream
+        self.h = gpu.zeros(
+            rows * max(c.dim, c.heads * c.head_dim) * 4, "h"
+        )  # [m, dim] normalised; [m, heads, head_dim] attended
+        self.q = gpu.zeros(rows * c.heads * c.head_dim * 4, "q")  # [m, heads, head_dim] rotated queries
+        self.act = gpu.zeros(rows * c.ffn_dim * 4, "act")  # [m, ffn] silu(gate) * up
+        self.logits = gpu.zeros(c.vocab * 4, "logits")  # [vocab] of the last token
+        self.tokens = gpu.zeros(rows * 4, "tokens")  # [m] u32 input ids; [0] is what `pick` chose
+        self.step = gpu.zeros(16, "step", wgpu.BufferUsage.UNIFORM)  # pos, m, capacity, count
+        self.targets = gpu.zeros(rows * 4, "targets")  # [m] u32, for perplexity: the id after each
+        self.scores = gpu.zeros(rows * 4, "scores")  # [m] f32, its log probability
+        self.best = gpu.zeros(-(-c.vocab // 2) * 8, "best")  # candidates (logit, id), at most one per pair of rows
+        self.ring = gpu.zeros(RING * 4, "ring")  # [RING] u32 picked ids
+        widest = max(c.dim, c.heads * c.head_dim)
+        self.h_i8 = gpu.zeros(rows * widest // 32 * 48, "h_i8")  # [m, dim/32] records: normalised, then attended
+        self.act_i8 = gpu.zeros(rows * c.ffn_dim // 32 * 48, "act_i8")  # [m, ffn/32] records
+        self.partial = gpu.zeros(c.heads * routes.MOST_SPLITS * c.head_dim * 4, "partial")  # [heads, splits, head_dim]
+        self.stats = gpu.zeros(c.heads * routes.MOST_SPLITS * 8, "stats")  # [heads, splits] (top, total)
+        self.capacity = 0
+        self.reserve(context)
+
+    # Memory
+
+    def reserve(self, context: int) -> None:
+        """Make room for `context` positions; what the cache holds is kept."""
+        if context <= self.capacity:
+            return
+        c, gpu, old = self.config, self.gpu, self.capacity
+        # whole 16-byte words per head for every kernel, whatever the head_dim
+        capacity = -(-context // 4) * 4
+        size = c.kv_heads * capacity * c.head_dim * self.kv_bytes
+        if size > gpu.caps.binding_bytes:
+            most = gpu.caps.binding_bytes // (size // capacity) // 4 * 4
+            raise DoesNotFit(
+                f"a context of {context} needs {size >> 20} MiB of cache per layer; a binding holds {gpu.caps.binding_bytes >> 20}",
+                f"use -c {most} or less, or an f16 cache (-ctk f16 -ctv f16)",
+            )
+        caches = [(gpu.zeros(size, f"k_cache {i}"), gpu.zeros(size, f"v_cache {i}")) for i in range(c.layers)]
+        if old:
+            self.copy_caches(caches, old, capacity)
+            gpu.free(*(b for pair in self.caches for b in pair), self.rope)
+        self.caches = caches
+        self.rope = gpu.upload(
+            rope_table(c, self.freq_factors, capacity), "rope"
+        )  # [capacity, rope_dims/2] (cos, sin)
+        self.capacity = capacity
+        self.plans.clear()
+
+    @property
+    def kv_bytes(self) -> int:
+        return 4 if self.kv_f32 else 2
+
+    def copy_caches(self, caches: list[tuple[Any, Any]], old: int, new: int) -> None:
+        encoder = self.gpu.device.create_command_encoder()
+        row = self.config.head_dim * self.kv_bytes
+        for before, after in zip(self.caches, caches, strict=True):
+            for source, target in zip(before, after, strict=True):
+                for head in range(self.config.kv_heads):
+                    encoder.copy_buffer_to_buffer(
+                        source, head * old * row, target, head * new * row, old * row
+                    )
+        self.gpu.device.queue.submit([encoder.finish()])
+
+    # Plans
+
+    def plan(self, m: int, pos: int = 0, embed: bool = True) -> Plan:
+        """Every dispatch from up to m token ids to the logits of the last one and the candidates of a choice.
+
+        At long contexts attention is split; without `embed` the first embedding is in x already (`choose` put it there).
+        """
+        reach = self.reach(m, pos)
+        key = ("plan", m, reach, embed)
+        if key not in self.plans:
+            gpu = self.gpu
+            self.plans[key] = Plan(
+                [
+                    *self.body(m, reach, embed),
+                    self.norm(self.weights.output_norm, 1, last=True),
+                    *ops.head(gpu, self.normed(1), self.weights.output, self.logits, self.best, self.step, self.inputs(1)),
+                ]
+            )
+        return self.plans[key]
+
+    def body(self, m: int, reach: int = 0, embed: bool = True) -> list[Dispatch]:
+        """From token ids to the residual stream after the last layer; keys and values go into the caches."""
+        dispatches = ops.embed(self.gpu, self.tokens, self.weights.token_embd, self.x, m) if embed else []
+        for layer, caches in zip(self.weights.layers, self.caches, strict=True):
+            dispatches += self.block(layer, *caches, m, reach)
+        return dispatches
+
+    def block(self, layer: Layer, k_cache: Any, v_cache: Any, m: int, reach: int) -> list[Dispatch]:
+        c, gpu, step, inputs = self.config, self.gpu, self.step, self.inputs(m)
+        h = self.normed(m)  # normalised, then attended
+        to_qkv = ops.qkv(c, layer.qkv, self.q, k_cache, v_cache, self.rope, self.kv_f32)
+        return [
+            *self.norm_linear(layer.attn_norm, layer.qkv, m, to_qkv),
+            *self.attend(k_cache, v_cache, m, reach),
+            *ops.linear(gpu, h, layer.attn_output, m, ops.add(self.x, layer.attn_output), step, inputs),
+            *self.feed_forward(layer, m),
+        ]
+
+    def norm_linear(self, norm: Any, matrix: Matrix, m: int, out: ops.Out) -> list[Dispatch]:
+        """The linear of the normalised residual stream: one dispatch where its kernel can normalise, else two."""
+        c, gpu, step, inputs = self.config, self.gpu, self.step, self.inputs(m)
+        if inputs == "i8" and m == 1 and self.joins_norm:
+            return ops.linear(gpu, self.x, matrix, m, out, step, "norm", norm=norm, eps=c.norm_eps)
+        return [self.norm(norm, m), *ops.linear(gpu, self.normed(m), matrix, m, out, step, inputs)]
+
+    def norm(self, weight: Any, m: int, last: bool = False) -> Dispatch:
+        table = routes.NORM_I8 if self.inputs(m) == "i8" else routes.NORM
+        c = self.config
+        return ops.rms_norm(self.gpu, self.x, weight, self.normed(m), c.dim, c.norm_eps, m, self.step, last, table)
+
+    def attend(self, k_cache: Any, v_cache: Any, m: int, reach: int) -> list[Dispatch]:
+        c, gpu, step, i8 = self.config, self.gpu, self.step, self.inputs(m) == "i8"
+        split = self.attention(m) == "attend_split"
+        splits = routes.splits(reach, c.kv_heads) if split else 1
+        out = self.partial if splits > 1 else self.h_i8 if split and i8 else self.h
+        found = ops.attend(
+            gpu, c, self.q, k_cache, v_cache, out, m, step, self.kv_f32,
+            i8=i8, splits=splits, stats=self.stats, reach=reach,
+        )  # fmt: skip
+        if splits > 1:
+            return [found, ops.attend_merge(gpu, c, self.partial, self.stats, self.normed(m), splits, i8)]
+        return [found, ops.to_i8(gpu, self.h, self.h_i8, c.heads * c.head_dim, m, step)] if i8 and not split else [found]
+
+    def feed_forward(self, layer: Layer, m: int) -> list[Dispatch]:
+        c, gpu, step, inputs = self.config, self.gpu, self.step, self.inputs(m)
+        down = layer.ffn_down
+        if inputs == "i8" and m == 1:
+            joined = layer.gate_up[0]
+            hidden = self.norm_linear(layer.ffn_norm, joined, m, ops.swiglu_i8(self.act_i8, joined))
+        elif len(layer.gate_up) == 1:
+            joined = layer.gate_up[0]
+            hidden = self.norm_linear(layer.ffn_norm, joined, m, ops.swiglu(self.act, joined))
+        else:
+            hidden = self.gate_and_up(layer, m)
+        if inputs == "i8" and m > 1:
+            hidden.append(ops.to_i8(gpu, self.act, self.act_i8, c.ffn_dim, m, step))
+        act = self.act_i8 if inputs == "i8" else self.act
+        return [*hidden, *ops.linear(gpu, act, down, m, ops.add(self.x, down), step, inputs)]
+
+    def gate_and_up(self, layer: Layer, m: int) -> list[Dispatch]:
+        """For files whose gate and up are of different types: two linears, then silu(gate) * up."""
+        gpu, step = self.gpu, self.step
+        gate, up = layer.gate_up
+        if not hasattr(self, "up"):
+            self.up = gpu.zeros(self.chunk * self.config.ffn_dim * 4, "up")  # [m, ffn]
+        return [
+            self.norm(layer.ffn_norm, m),
+            *ops.linear(gpu, self.h, gate, m, ops.store(self.act, gate), step),
+            *ops.linear(gpu, self.h, up, m, ops.store(self.up, up), step),
+            ops.silu_mul(gpu, self.act, self.up, self.config.ffn_dim, m, step),
+        ]
+
+    # Where the activations of a plan live: f32, or int8 records (precision fast)
+
+    def inputs(self, m: int) -> str:
+        return "i8" if (self.fast if m == 1 else self.fast_many) else "f32"
+
+    def normed(self, m: int) -> Any:
+        return self.h_i8 if self.inputs(m) == "i8" else self.h
+
+    def attention(self, m: int) -> str:
+        return routes.pick(routes.ATTEND, self.config.head_dim, m, self.gpu.caps).kernel
+
+    def reach(self, m: int, pos: int) -> int:
+        """How far back attention looks, as the first number of positions for which the plan is the same."""
+        if self.attention(m) != "attend_split":
+            return 0
+        return routes.reach(min(pos + 1, self.config.sliding_window or pos + 1))
+
+    def choose(self) -> Plan:
+        """Greedy: the best candidate becomes the next input token on the device."""
+        if ("choose",) not in self.plans:
+            head, table = self.weights.output, self.weights.token_embd
+            count = ops.candidates(self.gpu, head, self.inputs(1))
+            pick = ops.pick(self.gpu, self.best, count, self.tokens, self.ring, RING, self.step, table, self.x)
+            self.plans[("choose",)] = Plan([pick])
+        return self.plans[("choose",)]
+
+    def scoring_plan(self, m: int) -> Plan:
+        """From token ids to the log probability of the target after each: logits for all of the m rows."""
+        if ("score", m) not in self.plans:
+            c, gpu, head = self.config, self.gpu, self.weights.output
+            logits = gpu.zeros(m * c.vocab * 4, "all logits")  # [m, vocab]
+            self.plans["score", m] = Plan(
+                [
+                    *self.body(m),
+                    self.norm(self.weights.output_norm, m),
+                    *ops.linear(gpu, self.normed(m), head, m, ops.store(logits, head), self.step, self.inputs(m)),
+                    ops.log_prob(gpu, logits, self.targets, self.scores, c.vocab),
+                ]
+            )
+        return self.plans["score", m]
+
+    # Running
+
+    def room_for(self, tokens: int) -> None:
+        """Grow the cache, at least twofold, so that `tokens` more fit; refuse what the limit does not hold."""
+        wanted = len(self.history) + tokens
+        if wanted > self.limit:
+            raise DoesNotFit(
+                f"the context holds {self.limit} tokens: {len(self.history)} are in it and {tokens} more were given",
+                "use a larger -c, or a shorter prompt",
+            )
+        if wanted > self.capacity:
+            self.reserve(min(self.limit, max(wanted, 2 * self.capacity)))
+
+    def prefill(self, ids: Sequence[int], progress: Progress | None = None) -> None:
+        """Append ids to the cache; afterwards `logits` belong to the last of them."""
+        self.room_for(len(ids))
+        for start in range(0, len(ids), self.chunk):
+            chunk = ids[start : start + self.chunk]
+            self.run(self.plan(1 if len(chunk) == 1 else self.chunk, len(self.history)), chunk)
+            if progress:
+                self.gpu.read(
+                    self.step, np.uint32, 1
+                )  # wait, so that progress is true and Ctrl-C acts between chunks
+                progress(start + len(chunk), len(ids))
+
+    def run(self, plan: Plan, ids: Sequence[int]) -> None:
+        """One step of a plan over at most a chunk of ids."""
+        self.gpu.write(self.tokens, np.array(ids, np.uint32))
+        self.gpu.write(self.step, np.array([len(self.history), len(ids), self.capacity, 0], np.uint32))
+        self.recorder.submit([(plan, len(ids), len(self.history))])
+        self.history += ids
+
+    def read_logits(self) -> np.ndarray[Any, Any]:
+        return self.gpu.read(self.logits, np.float32, self.config.vocab)
+
+    def log_probs(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
+        """Append ids; for each but the last, the log probability the model gave to the id after it."""
+        self.room_for(len(ids))
+        # logits of all rows exist for a few rows at a time, whatever the chunk
+        rows = max(2, min(self.chunk, LOGIT_BYTES // (4 * self.config.vocab)))
+        scores = []
+        for start in range(0, len(ids), rows):
+            chunk = ids[start : start + rows]
+            self.gpu.write(
+                self.targets, np.array([*ids[start + 1 : start + rows + 1], 0][: len(chunk)], np.uint32)
+            )
+            self.run(self.scoring_plan(rows), chunk)
+            scores.append(self.gpu.read(self.scores, np.float32, len(chunk)))
+        return np.concatenate(scores)[: len(ids) - 1]
+
+    def truncate(self, length: int) -> None:
+        """Forget what stands after `length` tokens."""
+        del self.history[length:]
+
+    def sample(self, choose: Callable[[np.ndarray[Any, Any]], int]) -> Iterator[int]:
+        """Continue the sequence with tokens that the host chooses from the logits, until the context is full."""
+        while True:
+            token = choose(self.read_logits())
+            yield token
+            if len(self.history) == self.limit:
+                return
+            self.prefill([token])
+
+    def greedy(self, most: int | None = None) -> Iterator[int]:
+        """Continue the sequence with the likeliest tokens, at most `most`, until the context is full. They are chosen on
+        the device and read back a batch behind: while the consumer gets one batch of steps, the next one runs.
+
+        When the consumer stops, the steps ahead of it are dropped: `history` holds what was yielded, less the last.
+        """
+        # the first choice is from the logits that are there; it moves the position on
+        self.gpu.write(self.step, np.array([len(self.history) - 1, 1, self.capacity, 0], np.uint32))
+        pending = deque([(self.recorder.submit([(self.choose(), 1, 0)], self.ring), 1)])
+        ahead = len(self.history)  # positions filled or being filled
+        end = self.limit if most is None else min(self.limit, ahead + most - 1)
+        picked, size, last = 0, 1, time.perf_counter()
+        try:
+            while True:
+                while len(pending) < 2 and (steps := min(size, end - ahead)):
+                    if ahead + steps > self.capacity:
+                        if pending:
+                            break  # the cache can grow only when nothing is in flight
+                        self.reserve(min(self.limit, 2 * self.capacity))
+                        self.gpu.write(self.step, np.array([self.capacity], np.uint32), offset=8)
+                    pending.append((self.recorder.submit(self.steps(ahead, steps), self.ring), steps))
+                    ahead += steps
+                if not pending:
+                    self.truncate(ahead)  # the last token has not been put in
+                    return
+                result, count = pending.popleft()
+                ring = result.wait()
+                now = time.perf_counter()
+                size = max(1, min(2 * size, BATCH, int(VISIBLE_S * count / (now - last))))
+                last = now
+                for i in range(picked, picked + count):
+                    token = int(ring[i % RING])
+                    yield token
+                    self.history.append(token)
+                picked += count
+        finally:
+            for result, _ in pending:
+                result.wait()
+
+    def steps(self, pos: int, count: int) -> list[Step]:
+        """`count` decode steps from position `pos` on, each feeding the next on the device."""
+        embed = not ops.embeds_next(self.gpu, self.weights.token_embd)
+        choose = (self.choose(), 1, 0)
+        return [step for p in range(pos, pos + count) for step in ((self.plan(1, p, embed), 1, p), choose)]
+
+
+def suits_i8(config: LlamaConfig, weights: Weights, gpu: Gpu, m: int) -> bool:
+    """Every linear has a kernel for int8 records, and gate and up are one matrix."""
+
+    def runs(matrix: Matrix, out: str = "out_add") -> bool:
+        return all(routes.fits_any(routes.LINEAR, part.shape(m, "i8", out), gpu.caps) for part in matrix.parts)
+
+    joined = all(len(layer.gate_up) == 1 for layer in weights.layers)
+    matrices = [x for layer in weights.layers for x in (layer.qkv, layer.attn_output, layer.ffn_down)]
+    hidden = "out_swiglu_i8" if m == 1 else "out_swiglu"
+    return joined and all(map(runs, matrices)) and all(runs(x.gate_up[0], hidden) for x in weights.layers)

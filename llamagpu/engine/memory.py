@@ -1,0 +1,97 @@
+"""What a model will need on the device, computed before anything is allocated."""
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamagpu.errors import DoesNotFit, LlamaGpuError
+from llamagpu.files.config import LlamaConfig
+from llamagpu.files.gguf_file import RawTensor
+from llamagpu.files.repack import FORMATS, row_bytes
+from llamagpu.gpu import routes
+from llamagpu.gpu.device import Gpu
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    weights: int
+    cache: int  # keys and values of `context` positions
+    scratch: int
+    context: int
+    position: int  # bytes of all this that each position of the context takes
+    cache_layer: int  # the largest cache buffer
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.scratch
+
+    def lines(self) -> list[str]:
+        rows = (
+            ("weights", self.weights),
+            (f"KV cache ({self.context})", self.cache),
+            ("scratch", self.scratch),
+            ("total", self.total),
+        )
+        return [f"{name:<20}{size / 2**20:10.1f} MiB" for name, size in rows]
+
+    def check(self, gpu: Gpu) -> None:
+        """WebGPU does not tell how much memory a GPU has; a software adapter's is the machine's."""
+        binding = gpu.caps.binding_bytes
+        if self.cache_layer > binding:
+            raise DoesNotFit(
+                f"a context of {self.context} needs {self.cache_layer >> 20} MiB of cache per layer, "
+                f"and a binding of this adapter holds {binding >> 20} MiB",
+                f"use -c {self.context * binding // self.cache_layer} or less",
+            )
+        limit = memory_limit(gpu)
+        if limit and self.total > limit:
+            fits = self.context + (limit - self.total) // self.position
+            raise DoesNotFit(
+                f"the model needs {self.total / 2**20:,.1f} MiB and there are {limit / 2**20:,.1f} MiB",
+                f"use -c {fits} or less" if fits >= 64 else "use a smaller model or quantisation",
+            )
+
+
+def memory_limit(gpu: Gpu) -> int:
+    """Bytes the device may use, 0 when nobody knows. LLAMAGPU_MAX_MEMORY (MiB) sets it."""
+    wanted = os.environ.get("LLAMAGPU_MAX_MEMORY")
+    if wanted:
+        if not wanted.isdigit():
+            raise LlamaGpuError(f"LLAMAGPU_MAX_MEMORY is {wanted!r}", "it takes a whole number of MiB")
+        return int(wanted) << 20
+    return available_host_bytes() if gpu.software else 0
+
+
+def available_host_bytes() -> int:
+    """What Linux could still give out; 0 elsewhere."""
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = {line.split(":")[0]: line.split()[1] for line in lines}
+        return int(fields["MemAvailable"]) << 10
+    except (OSError, LookupError, ValueError):
+        return 0
+
+
+def plan_memory(
+    config: LlamaConfig, tensors: dict[str, RawTensor], gpu: Gpu, context: int, chunk: int, kv_f32: bool
+) -> MemoryPlan:
+    c, heads = config, config.heads * config.head_dim
+    cache_layer = c.kv_heads * -(-context // 4) * 4 * c.head_dim * (4 if kv_f32 else 2)
+    widest = max(c.dim, heads)
+    row = 4 * (c.dim + widest + heads + c.ffn_dim)  # x, h, q, act of the transformer
+    row += 48 * (widest + c.ffn_dim) // 32  # h and act as int8 records
+    once = c.vocab * 2 + context * c.rope_dims + heads * routes.MOST_SPLITS  # logits, choices, rope, partial
+    scratch = min(chunk, context) * row + 4 * once
+    cache = 2 * c.layers * cache_layer
+    weights = sum(tensor_bytes(t, gpu.caps.half) for t in tensors.values())
+    return MemoryPlan(weights, cache, scratch, context, cache // context + 4 * c.rope_dims, cache_layer)
+
+
+def tensor_bytes(tensor: RawTensor, half: bool) -> int:
+    """Without `half` the device keeps f16 scales as f32."""
+    if len(tensor.shape) < 2:
+        return 4 * tensor.shape[0]
+    words, scales = row_bytes(tensor.kind, tensor.shape[1])
+    widened = tensor.kind in FORMATS and FORMATS[tensor.kind].dtype is np.float16 and not half
+    return tensor.shape[0] * (words + scales * (1 + widened))

@@ -1,0 +1,136 @@
+"""Models without a file: the shapes of real ones, with random weights made on the device. For benchmarks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llamagpu.engine.weights import Layer, Matrix, Part, Weights
+from llamagpu.errors import LlamaGpuError
+from llamagpu.files.config import LlamaConfig
+from llamagpu.files.repack import FORMATS
+from llamagpu.gpu.device import Gpu
+from llamagpu.gpu.recorder import Plan, Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    layers: int
+    dim: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    context: int = 131072
+    arch: str = "llama"
+
+
+SHAPES = {
+    "llama-3.2-1b": Shape(16, 2048, 8192, 32, 8, 64, 128256, True),
+    "llama-3.2-3b": Shape(28, 3072, 8192, 24, 8, 128, 128256, True),
+    "llama-3.1-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256, False),
+    "smollm2": Shape(30, 576, 1536, 9, 3, 64, 49152, True, 8192),
+    "tinyllama": Shape(22, 2048, 5632, 32, 4, 64, 32000, False, 2048),
+    "llama-2-7b": Shape(32, 4096, 11008, 32, 32, 128, 32000, False, 4096),
+    "mistral-7b": Shape(32, 4096, 14336, 32, 8, 128, 32000, False, 32768),
+    "qwen2.5-0.5b": Shape(24, 896, 4864, 14, 2, 64, 151936, True, 32768, "qwen2"),
+    "tiny": Shape(2, 128, 256, 4, 2, 64, 512, True, 1024),  # for tests
+}
+# How llama-quantize mixes types: (most matrices, attn_v and ffn_down of half of the layers, output and tied embedding)
+MIXES = {
+    "q4_0": ("Q4_0", "Q4_0", "Q6_K"),
+    "q4_1": ("Q4_1", "Q4_1", "Q6_K"),
+    "q4_k_m": ("Q4_K", "Q6_K", "Q6_K"),
+    "q8_0": ("Q8_0", "Q8_0", "Q8_0"),
+    "f16": ("F16", "F16", "F16"),
+}
+SMALL_SCALE = 0.004  # keeps activations of random weights finite
+
+
+def parse(spec: str) -> tuple[str, str]:
+    """NAME[:QUANT] to both, checked."""
+    name, _, quant = spec.partition(":")
+    quant = quant or "q4_0"
+    if name not in SHAPES:
+        raise LlamaGpuError(f"no synthetic model is called {name!r}", f"choose one of {', '.join(SHAPES)}")
+    if quant not in MIXES:
+        raise LlamaGpuError(f"no synthetic quantisation is called {quant!r}", f"choose one of {', '.join(MIXES)}")
+    return name, quant
+
+
+def synthetic_config(name: str) -> LlamaConfig:
+    s = SHAPES[name]
+    return LlamaConfig(
+        arch=s.arch, name=name, layers=s.layers, dim=s.dim, heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
+        ffn_dim=s.ffn, vocab=s.vocab, context=s.context, rope_theta=500000.0, rope_dims=s.head_dim, rope_scaling="none",
+        rope_factor=1.0, rope_orig_context=s.context, yarn_ext_factor=1.0, yarn_attn_factor=1.0, yarn_beta_fast=32.0,
+        yarn_beta_slow=1.0, neox=False, norm_eps=1e-5, sliding_window=0, tied=s.tied,
+    )  # fmt: skip
+
+
+def synthetic_weights(gpu: Gpu, config: LlamaConfig, quant: str) -> Weights:
+    c, (most, some, output) = config, MIXES[quant]
+    recorder = Recorder(gpu)
+
+    def matrix(kinds: list[tuple[str, int]], k: int, label: str) -> Matrix:
+        """Rows in these types, one after the other; neighbours of one type are one part."""
+        joined: list[tuple[str, int]] = []
+        for kind, n in kinds:
+            if joined and joined[-1][0] == kind:
+                joined[-1] = (kind, joined[-1][1] + n)
+            else:
+                joined.append((kind, n))
+        parts: list[Part] = []
+        for kind, n in joined:
+            parts += random_parts(gpu, recorder, kind, n, k, sum(p.n for p in parts), label)
+        return Matrix(sum(p.n for p in parts), k, tuple(parts))
+
+    def layer(i: int) -> Layer:
+        special = some if i < c.layers // 8 or i >= 7 * c.layers // 8 or (i - c.layers // 8) % 3 == 2 else most
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        ones = np.ones(c.dim, np.float32)
+        return Layer(
+            attn_norm=gpu.upload(ones, "attn_norm"),
+            qkv=matrix([(most, q), (most, kv), (special, kv)], c.dim, "qkv"),
+            attn_output=matrix([(most, c.dim)], q, "attn_output"),
+            ffn_norm=gpu.upload(ones, "ffn_norm"),
+            gate_up=(matrix([(most, 2 * c.ffn_dim)], c.dim, "gate_up"),),
+            ffn_down=matrix([(special, c.dim)], c.ffn_dim, "ffn_down"),
+        )
+
+    token_embd = matrix([(output if c.tied else most, c.vocab)], c.dim, "token_embd")
+    layers = tuple(layer(i) for i in range(c.layers))
+    head = token_embd if c.tied else matrix([(output, c.vocab)], c.dim, "output")
+    return Weights(token_embd, layers, gpu.upload(np.ones(c.dim, np.float32), "output_norm"), head)
+
+
+def random_parts(gpu: Gpu, recorder: Recorder, kind: str, n: int, k: int, row0: int, label: str) -> list[Part]:
+    """Rows of one type as `load_weights` would store them for precision fast."""
+    known = FORMATS.get(kind)
+    form, group, width = (known.form, known.group, known.width) if known else ("f16", k, 0)
+    if form == "q8" and group == 16 and not gpu.caps.cpu:
+        form = "q6"
+    row_bytes = k * {"q4": 4, "q6": 6, "q8": 8, "f16": 16}[form] // 8
+    most = gpu.caps.binding_bytes // row_bytes // 2 * 2
+    parts = []
+    for start in range(0, n, most):
+        rows = min(most, n - start)
+        words = filled(gpu, recorder, rows * row_bytes, 0x1C001C00 if form == "f16" else 0, label)  # f16: 0.0039 each
+        scales, scale_f32 = None, not gpu.caps.half
+        if width:
+            half = int(np.float16(SMALL_SCALE).view(np.uint16))
+            value = int(np.float32(SMALL_SCALE).view(np.uint32)) if scale_f32 else half | half << 16
+            size = rows * (k // group) * width * (4 if scale_f32 else 2)
+            scales = filled(gpu, recorder, size, value, f"{label}.scales")
+        parts.append(Part(row0 + start, rows, k, group, form, width == 2, scale_f32, words, scales))
+    return parts
+
+
+def filled(gpu: Gpu, recorder: Recorder, nbytes: int, value: int, label: str) -> Any:
+    buffer = gpu.zeros(nbytes, label)
+    consts = {"WORDS": buffer.size // 4, "VALUE": value, "SEED": len(label) + buffer.size % 1000003}
+    groups = min(1024, -(-buffer.size // 1024))
+    recorder.submit([(Plan([gpu.dispatch("fill_random", (), consts, {"y": buffer}, (groups, 1, 1))]), 1, 0)])
+    return buffer

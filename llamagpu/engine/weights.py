@@ -1,0 +1,265 @@
+"""The model's weights on the device: each tensor repacked, joined with its neighbours, uploaded, and dropped.
+
+Repacking runs in threads a few tensors ahead of the upload, so the host never holds more than those few.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llamagpu.files.config import LlamaConfig
+from llamagpu.files.gguf_file import RawTensor
+from llamagpu.files.repack import Packed, concat, interleave, repack, rope_rows, slice_rows, small, take_rows
+from llamagpu.gpu.device import Gpu
+from llamagpu.gpu.routes import Linear
+from llamagpu.gpu.shaders import Const
+
+Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
+Tensors = dict[str, RawTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive rows of a matrix in one storage format and one pair of buffers."""
+
+    row0: int
+    n: int
+    k: int
+    group: int
+    form: str  # "q4" | "q6" | "q8" | "f16"
+    pair: bool  # each scale is followed by an offset
+    scale_f32: bool
+    words: Any
+    scales: Any  # None for f16
+
+    def shape(self, m: int, inputs: str = "f32", out: str = "out_store") -> Linear:
+        return Linear(m, self.n, self.k, self.group, self.form, inputs, out)
+
+    @property
+    def consts(self) -> dict[str, Const]:
+        """What the weight parts of a kernel need to know."""
+        if self.form == "f16":
+            return {"K": self.k}
+        return {"K": self.k, "GROUP": self.group, "PAIR": self.pair, "SCALE_F32": self.scale_f32}
+
+    @property
+    def buffers(self) -> dict[str, Any]:
+        return {"w": self.words} | ({} if self.scales is None else {"scales": self.scales})
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """W [n, k]: one part, or several where the storage format changes or a binding's limit cuts it."""
+
+    n: int
+    k: int
+    parts: tuple[Part, ...]
+    bias: Any = None  # [n] f32
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.words.size + (p.scales.size if p.scales else 0) for p in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    attn_norm: Any  # [dim] f32
+    qkv: Matrix  # rows q | k | v, RoPE pairs adjacent
+    attn_output: Matrix
+    ffn_norm: Any  # [dim] f32
+    gate_up: tuple[Matrix, ...]  # one, rows interleaved; or (gate, up) when their formats differ
+    ffn_down: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    token_embd: Matrix
+    layers: tuple[Layer, ...]
+    output_norm: Any
+    output: Matrix  # the same object as token_embd when tied
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of weights that one decoded token reads."""
+        per_layer = sum(
+            sum(m.nbytes for m in (x.qkv, x.attn_output, *x.gate_up, x.ffn_down)) for x in self.layers
+        )
+        return per_layer + self.output.nbytes
+
+
+def upload_matrix(
+    gpu: Gpu, packed: Iterable[Packed], label: str, bias: np.ndarray[Any, Any] | None = None, fast: bool = False
+) -> Matrix:
+    parts: list[Part] = []
+    row0 = 0
+    for whole in packed:
+        row_bytes = max(whole.words[:1].nbytes, 0 if whole.scales is None else whole.scales[:1].nbytes * 2)
+        fitting = gpu.caps.binding_bytes // row_bytes
+        # whole blocks of 32 gate/up pairs (int8 records), or at least pairs
+        most = max(2, fitting // 64 * 64 or fitting // 2 * 2)
+        for start in range(0, whole.n, most):
+            piece = slice_rows(whole, start, min(start + most, whole.n))
+            parts.append(upload_part(gpu, piece, row0, label, fast))
+            row0 += piece.n
+    bias_buffer = None if bias is None else gpu.upload(bias.astype(np.float32), f"{label}.bias")
+    return Matrix(row0, parts[0].k, tuple(parts), bias_buffer)
+
+
+def upload_part(gpu: Gpu, packed: Packed, row0: int, label: str, fast: bool = False) -> Part:
+    scales = packed.scales
+    if scales is not None and not gpu.caps.half:
+        scales = scales.astype(np.float32)  # decoding f16 by hand would cost more than the bytes
+    elif scales is not None and fast:
+        scales = scales.astype(np.float16)  # a rounding of 2^-11, far below that of int8 activations
+    return Part(
+        row0=row0,
+        n=packed.n,
+        k=packed.k,
+        group=packed.group,
+        form=packed.form,
+        pair=scales is not None and scales.shape[2] == 2,
+        scale_f32=scales is not None and scales.dtype == np.float32,
+        words=gpu.upload(split_planes(packed.words) if packed.form == "q8" else packed.words, label),
+        scales=None if scales is None else gpu.upload(scales, f"{label}.scales"),
+    )
+
+
+def to_q6(packed: Packed) -> Packed:
+    """Q6_K, which repack gives as int8, in 6 bits: per row the low nibbles as q4 has them, then the high bit pairs,
+    of each 32 a word of the even weights and a word of the odd ones (byte j, bits 2i: weight 4i + j of the plane)."""
+    n, k = packed.n, packed.k
+    values = (packed.words + np.int8(32)).view(np.uint8).reshape(n * k // 32, 16, 2)
+    even, odd = values[..., 0], values[..., 1]
+    words = np.empty((n, 3 * k // 4), np.uint8)
+    words[:, : k // 2] = ((even & 15) | (odd << 4)).reshape(n, k // 2)
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    high = [np.bitwise_or.reduce((plane >> 4).reshape(-1, 4, 4) << shifts, axis=1) for plane in (even, odd)]
+    words[:, k // 2 :] = np.stack(high, 1).reshape(n, k // 4)
+    return Packed("q6", n, k, packed.group, words, packed.scales)
+
+
+def split_planes(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """[n, k] int8 with the 16 even and then the 16 odd ones of each 32: the order in which q4's nibbles come apart,
+    so that int8 activations are stored in one order for both."""
+    pairs = words.reshape(-1, 16, 2).view(np.uint16)[..., 0]
+    planes = np.empty((len(pairs), 2, 16), np.uint8)
+    np.bitwise_and(pairs, 0xFF, out=planes[:, 0], casting="unsafe")
+    np.right_shift(pairs, 8, out=planes[:, 1], casting="unsafe")
+    return planes
+
+
+def load_weights(
+    tensors: Tensors, config: LlamaConfig, gpu: Gpu, progress: Progress | None = None, fast: bool = False
+) -> Weights:
+    """Everything on the device; `fast` keeps all scales as f16."""
+    jobs = list(matrix_jobs(tensors, config, repack if gpu.caps.cpu else repack_small))
+    done: dict[str, Any] = {}
+    for count, (label, (packed, bias)) in enumerate(ahead(jobs)):
+        done[label] = upload_matrix(gpu, packed, label, bias, fast)
+        if progress:
+            progress(count + 1, len(jobs))
+    for name in [
+        "output_norm.weight",
+        *(f"blk.{i}.{n}_norm.weight" for i in range(config.layers) for n in ("attn", "ffn")),
+    ]:
+        done[name] = gpu.upload(small(tensors[name]), name)
+    layers = tuple(
+        Layer(
+            attn_norm=done[f"blk.{i}.attn_norm.weight"],
+            qkv=done[f"blk.{i}.qkv"],
+            attn_output=done[f"blk.{i}.attn_output"],
+            ffn_norm=done[f"blk.{i}.ffn_norm.weight"],
+            gate_up=tuple(
+                done[f"blk.{i}.{n}"] for n in ("gate_up", "ffn_gate", "ffn_up") if f"blk.{i}.{n}" in done
+            ),
+            ffn_down=done[f"blk.{i}.ffn_down"],
+        )
+        for i in range(config.layers)
+    )
+    return Weights(
+        done["token_embd"], layers, done["output_norm.weight"], done.get("output", done["token_embd"])
+    )
+
+
+Job = tuple[str, Callable[[], tuple[list[Packed], np.ndarray[Any, Any] | None]]]
+
+
+def ahead(jobs: list[Job]) -> Iterator[tuple[str, Any]]:
+    """Run the jobs in threads, in order, at most two per thread before the consumer."""
+    threads = max(1, os.cpu_count() or 1)
+    waiting: deque[tuple[str, Future[Any]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for label, job in jobs:
+            waiting.append((label, pool.submit(job)))
+            if len(waiting) > 2 * threads:
+                label, future = waiting.popleft()
+                yield label, future.result()
+        for label, future in waiting:
+            yield label, future.result()
+
+
+def repack_small(tensor: RawTensor) -> Packed:
+    """As repack, with Q6_K in 6 bits: a GPU is short of bandwidth, not of shifts."""
+    packed = repack(tensor)
+    return to_q6(packed) if packed.form == "q8" and packed.group == 16 and packed.k % 64 == 0 else packed
+
+
+def matrix_jobs(tensors: Tensors, config: LlamaConfig, pack: Callable[[RawTensor], Packed] = repack) -> Iterator[Job]:
+    """Every matrix of the model in order of use, as work that a thread can do."""
+
+    def plain(name: str) -> Job:
+        return name, lambda: ([pack(tensors[f"{name}.weight"])], bias_of(tensors, name))
+
+    yield plain("token_embd")
+    for i in range(config.layers):
+        yield f"blk.{i}.qkv", lambda i=i: qkv(tensors, config, i, pack)  # type: ignore[misc]
+        yield plain(f"blk.{i}.attn_output")
+        gate, up = (f"blk.{i}.ffn_gate", f"blk.{i}.ffn_up")
+        if tensors[f"{gate}.weight"].kind == tensors[f"{up}.weight"].kind:
+            yield f"blk.{i}.gate_up", lambda g=gate, u=up: gate_up(tensors, g, u, pack)  # type: ignore[misc]
+        else:
+            yield plain(gate)
+            yield plain(up)
+        yield plain(f"blk.{i}.ffn_down")
+    if not config.tied:
+        yield plain("output")
+
+
+def bias_of(tensors: Tensors, name: str) -> np.ndarray[Any, Any] | None:
+    bias = tensors.get(f"{name}.bias")
+    return None if bias is None else small(bias)
+
+
+def qkv(
+    tensors: Tensors, config: LlamaConfig, i: int, pack: Callable[[RawTensor], Packed]
+) -> tuple[list[Packed], np.ndarray[Any, Any] | None]:
+    """q | k | v as one matrix; where RoPE pairs lie half a head apart, their rows are brought together."""
+    packed, biases = [], []
+    for part, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
+        name = f"blk.{i}.attn_{part}"
+        matrix, bias = pack(tensors[f"{name}.weight"]), bias_of(tensors, name)
+        bias = np.zeros(matrix.n, np.float32) if bias is None else bias
+        if config.neox and part != "v":
+            rows = rope_rows(heads, config.head_dim, config.rope_dims)
+            matrix, bias = take_rows(matrix, rows), bias[rows]
+        packed.append(matrix)
+        biases.append(bias)
+    joined = np.concatenate(biases)
+    return concat(packed), joined if joined.any() else None
+
+
+def gate_up(
+    tensors: Tensors, gate: str, up: str, pack: Callable[[RawTensor], Packed]
+) -> tuple[list[Packed], np.ndarray[Any, Any] | None]:
+    joined = interleave(pack(tensors[f"{gate}.weight"]), pack(tensors[f"{up}.weight"]))
+    assert joined is not None  # same kind, same layout
+    biases = bias_of(tensors, gate), bias_of(tensors, up)
+    if biases[0] is None and biases[1] is None:
+        return [joined], None
+    both = [np.zeros(joined.n // 2, np.float32) if b is None else b for b in biases]
+    return [joined], np.stack(both, 1).reshape(-1)

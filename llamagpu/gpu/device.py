@@ -1,0 +1,248 @@
+"""The adapter and its device: chosen, probed, and wrapped in the few calls the engine needs."""
+
+import contextlib
+import logging
+import os
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import wgpu
+
+from llamagpu.errors import DoesNotFit, LlamaGpuError, NoAdapter
+from llamagpu.gpu import shaders
+from llamagpu.gpu.routes import Caps
+
+FEATURES = ("subgroup", "timestamp-query", "timestamp-query-inside-passes")
+# What every WebGPU implementation offers. LLAMAGPU_FLOOR=1 asks for no more than this (and no feature), for tests.
+FLOOR = {
+    "max-storage-buffer-binding-size": 128 << 20,
+    "max-buffer-size": 256 << 20,
+    "max-compute-workgroup-storage-size": 16384,
+    "max-compute-invocations-per-workgroup": 256,
+    "max-compute-workgroup-size-x": 256,
+    "max-storage-buffers-per-shader-stage": 8,
+    "max-compute-workgroups-per-dimension": 65535,
+}
+KINDS = {"DiscreteGPU": 0, "IntegratedGPU": 1, "VirtualGPU": 2, "Unknown": 3, "CPU": 4}  # first choice first
+BACKENDS = {"Metal": 0, "Vulkan": 0, "D3D12": 0, "OpenGL": 1}
+STORAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+
+
+def adapters() -> list[Any]:
+    """Every adapter, best first. OpenGL is asked for only where nothing else is there: it talks on stderr."""
+    from wgpu.backends.wgpu_native.extras import set_instance_extras
+
+    logging.getLogger("wgpu").setLevel(logging.ERROR)  # naga's and the drivers' advice to developers
+    os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())  # Mesa complains on stderr without one
+    with contextlib.suppress(RuntimeError):  # there is one instance per process, and this is not the first call
+        set_instance_extras(backends=("Vulkan", "Metal", "DX12"))
+    found = list(wgpu.gpu.enumerate_adapters_sync())
+    return sorted(
+        found, key=lambda a: (BACKENDS.get(a.info["backend_type"], 1), KINDS.get(a.info["adapter_type"], 3))
+    )
+
+
+def choose(found: list[Any], wanted: str | None) -> Any:
+    """The adapter to use: the best, or the one that `wanted` names (its number in `devices`, or part of its name)."""
+    if not found:
+        raise NoAdapter(
+            "no WebGPU adapter was found",
+            "install a Vulkan driver: your GPU vendor's, or Mesa's software driver (apt-get install mesa-vulkan-drivers)",
+        )
+    if wanted is None:
+        return found[0]
+    if wanted.isdigit() and int(wanted) < len(found):
+        return found[int(wanted)]
+    matches = [a for a in found if wanted.lower() in a.info["device"].lower()]
+    if not matches or wanted.isdigit():
+        names = ", ".join(f"{i}: {a.info['device']}" for i, a in enumerate(found))
+        raise NoAdapter(f"no adapter matches {wanted!r}", f"choose one of {names}")
+    return matches[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """One kernel launch, ready to record. `grid` holds workgroup counts for the plan's tokens and position."""
+
+    label: str
+    pipeline: Any
+    bind_group: Any
+    grid: Any  # (x, y, z) or a function of (m, pos) that gives them
+    consts: dict[str, shaders.Const] = field(default_factory=dict)  # what it was made of: `profile` counts from it
+    buffers: dict[str, Any] = field(default_factory=dict)
+
+
+class Gpu:
+    """An open device. Buffers are counted, pipelines cached, every object labelled."""
+
+    def __init__(self, adapter: Any) -> None:
+        self.adapter = adapter
+        self.info = dict(adapter.info)
+        floor = os.environ.get("LLAMAGPU_FLOOR") == "1"
+        features = [] if floor else [f for f in FEATURES if f in adapter.features]
+        limits = FLOOR if floor else {name: adapter.limits[name] for name in FLOOR}
+        self.device = adapter.request_device_sync(required_features=features, required_limits=limits)
+        self.limits = limits
+        self.features = set(features)
+        self.trusted = os.environ.get("LLAMAGPU_TRUSTED", "1") != "0"
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+        self.compile_seconds = 0.0
+        self.pipelines: dict[str, Any] = {}
+        self.staging: list[Any] = []
+        self.caps = Caps(
+            cpu=self.info["adapter_type"] == "CPU",
+            half=self.supports("half_native"),
+            subgroup=self.subgroup_size(),
+            workgroups=limits["max-compute-workgroups-per-dimension"],
+            binding_bytes=limits["max-storage-buffer-binding-size"],
+            workgroup_bytes=limits["max-compute-workgroup-storage-size"],
+            invocations=limits["max-compute-invocations-per-workgroup"],
+            storage_buffers=limits["max-storage-buffers-per-shader-stage"],
+        )
+
+    @classmethod
+    def open(cls, wanted: str | None = None) -> "Gpu":
+        return cls(choose(adapters(), wanted or os.environ.get("LLAMAGPU_DEVICE")))
+
+    def close(self) -> None:
+        """Give the device's memory back; nothing of it can be used afterwards."""
+        self.pipelines.clear()
+        self.staging.clear()
+        self.device.destroy()
+
+    @property
+    def software(self) -> bool:
+        return self.caps.cpu
+
+    # Buffers
+
+    def zeros(self, nbytes: int, label: str, usage: int = 0) -> Any:
+        """A buffer of zeros, whole 16-byte words so that every kernel may bind it as vec4."""
+        size = max(16, -(-nbytes // 16) * 16)
+        if size > self.limits["max-buffer-size"]:
+            raise DoesNotFit(f"{label} needs {size} bytes; a buffer holds {self.limits['max-buffer-size']}")
+        try:
+            buffer = self.device.create_buffer(size=size, usage=STORAGE | usage, label=label)
+        except (wgpu.GPUOutOfMemoryError, wgpu.GPUValidationError) as error:
+            raise DoesNotFit(
+                f"{label}: the device could not allocate {size} bytes ({first_line(error)})"
+            ) from error
+        self.allocated_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        return buffer
+
+    def upload(self, data: np.ndarray[Any, Any], label: str, usage: int = 0) -> Any:
+        buffer = self.zeros(data.nbytes, label, usage)
+        self.write(buffer, data)
+        return buffer
+
+    def write(self, buffer: Any, data: np.ndarray[Any, Any], offset: int = 0) -> None:
+        raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        whole = raw.size // 4 * 4
+        for start in range(0, whole, 64 << 20):  # staging memory in pieces of 64 MiB
+            self.device.queue.write_buffer(
+                buffer, offset + start, raw[start : min(start + (64 << 20), whole)]
+            )
+        if whole < raw.size:
+            self.device.queue.write_buffer(
+                buffer, offset + whole, np.pad(raw[whole:], (0, 4 - raw.size + whole))
+            )
+
+    def read(self, buffer: Any, dtype: Any, count: int, offset: int = 0) -> np.ndarray[Any, Any]:
+        size = count * np.dtype(dtype).itemsize
+        return np.frombuffer(self.device.queue.read_buffer(buffer, offset, -(-size // 4) * 4), dtype, count)
+
+    def staging_for(self, size: int) -> Any:
+        """A mappable buffer of this size: one that has been read already, or a new one."""
+        for i, buffer in enumerate(self.staging):
+            if buffer.size == size:
+                return self.staging.pop(i)
+        usage = wgpu.BufferUsage.COPY_DST | wgpu.BufferUsage.MAP_READ
+        return self.device.create_buffer(size=size, usage=usage, label="staging")
+
+    def free(self, *buffers: Any) -> None:
+        for buffer in buffers:
+            self.allocated_bytes -= buffer.size
+            buffer.destroy()
+
+    # Pipelines
+
+    def pipeline(
+        self, kernel: str, parts: tuple[str, ...], consts: dict[str, shaders.Const]
+    ) -> tuple[Any, dict[str, int]]:
+        """The compiled kernel for these constants, and its binding numbers by name."""
+        source = shaders.compose(kernel, parts, consts)
+        if source not in self.pipelines:
+            started = time.perf_counter()
+            module = shaders.create_module(self.device, source, kernel, self.trusted)
+            stage = {"module": module, "entry_point": "main"}
+            pipeline = self.device.create_compute_pipeline(layout="auto", compute=stage, label=kernel)
+            self.pipelines[source] = (pipeline, shaders.bindings(source))
+            self.compile_seconds += time.perf_counter() - started
+        return self.pipelines[source]  # type: ignore[no-any-return]
+
+    def dispatch(
+        self,
+        kernel: str,
+        parts: tuple[str, ...],
+        consts: dict[str, shaders.Const],
+        buffers: dict[str, Any],
+        grid: Any,
+    ) -> Dispatch:
+        pipeline, numbers = self.pipeline(kernel, parts, consts)
+        if missing := set(numbers) - set(buffers):
+            raise LlamaGpuError(f"{kernel}: no buffer for {', '.join(sorted(missing))}")
+        entries = [{"binding": number, "resource": {"buffer": buffers[name]}} for name, number in numbers.items()]
+        layout = pipeline.get_bind_group_layout(0)
+        return Dispatch(
+            kernel,
+            pipeline,
+            self.device.create_bind_group(layout=layout, entries=entries, label=kernel),
+            grid,
+            consts,
+            {name: buffers[name] for name in numbers},
+        )
+
+    # Probes: what the adapter says of itself is not always true or there at all
+
+    def supports(self, part: str) -> bool:
+        source = (
+            shaders.read(part)
+            + "\n@compute @workgroup_size(1) fn main() { _ = halves(pack_halves(vec2<f32>())); }"
+        )
+        try:
+            self.device.create_shader_module(code=source, label=f"probe {part}")
+        except wgpu.GPUValidationError:
+            return False
+        return True
+
+    def subgroup_size(self) -> int:
+        """Lanes of a subgroup, 0 without the feature (adapter.info gives placeholders, so a kernel is asked)."""
+        if "subgroup" not in self.features:
+            return 0
+        source = (
+            "@group(0) @binding(0) var<storage, read_write> y: array<u32>;\n"
+            "@compute @workgroup_size(128) fn main(@builtin(subgroup_size) s: u32) { y[0] = s; }"
+        )
+        module = self.device.create_shader_module(code=source, label="probe subgroup")
+        stage = {"module": module, "entry_point": "main"}
+        pipeline = self.device.create_compute_pipeline(layout="auto", compute=stage)
+        buffer = self.device.create_buffer(size=16, usage=STORAGE)
+        entries = [{"binding": 0, "resource": {"buffer": buffer}}]
+        group = self.device.create_bind_group(layout=pipeline.get_bind_group_layout(0), entries=entries)
+        encoder = self.device.create_command_encoder()
+        work = encoder.begin_compute_pass()
+        work.set_pipeline(pipeline)
+        work.set_bind_group(0, group)
+        work.dispatch_workgroups(1)
+        work.end()
+        self.device.queue.submit([encoder.finish()])
+        return int(np.frombuffer(self.device.queue.read_buffer(buffer), np.uint32)[0])
+
+
+def first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,121 @@
+"""Dispatches to the queue: one compute pass per batch of steps.
+
+The hot path speaks to wgpu's cffi handle (1 us a dispatch against 6 through wgpu-py's objects, which check for errors
+after every call). LLAMAGPU_SAFE=1 records through the objects, so that a validation error raises where it happens.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import wgpu
+from wgpu.backends.wgpu_native import ffi, lib
+
+from llamagpu.errors import DeviceLost
+from llamagpu.gpu.device import Dispatch, Gpu, first_line
+
+
+Launch = tuple[Any, Any, int, int, int]  # pipeline and bind group handles, grid
+
+
+class Plan:
+    """Dispatches that run one after another. Those of a fixed grid are kept as bare handles: nothing but the calls
+    themselves is left to do when they are recorded."""
+
+    def __init__(self, dispatches: Sequence[Dispatch]) -> None:
+        self.dispatches = tuple(dispatches)  # also keeps every object alive
+        fixed = not any(callable(d.grid) for d in dispatches)
+        self.fixed = self.at(1, 0) if fixed else None
+
+    def __len__(self) -> int:
+        return len(self.dispatches)
+
+    def at(self, m: int, pos: int) -> list[Launch]:
+        return [
+            (d.pipeline._internal, d.bind_group._internal, *(d.grid(m, pos) if callable(d.grid) else d.grid))
+            for d in self.dispatches
+        ]
+
+
+Step = tuple[Plan, int, int]  # a plan for m tokens from position pos on
+
+
+class Pending:
+    """A small buffer on its way back from the device."""
+
+    def __init__(self, gpu: Gpu, staging: Any, index: Any) -> None:
+        self.gpu, self.staging, self.index = gpu, staging, index
+
+    def wait(self) -> np.ndarray[Any, Any]:
+        """Its words, once the submission that wrote it is through (not the ones submitted after it)."""
+        handle, size = self.staging._internal, self.staging.size
+        status = ffi.new("int *", -1)
+        info = ffi.new("WGPUBufferMapCallbackInfo *")
+        info.mode = lib.WGPUCallbackMode_AllowProcessEvents
+        info.callback = on_mapped
+        info.userdata1 = status
+        lib.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Read, 0, size, info[0])
+        while status[0] < 0:
+            lib.wgpuDevicePoll(self.gpu.device._internal, True, self.index)
+        if status[0] != lib.WGPUMapAsyncStatus_Success:
+            raise DeviceLost(f"results could not be read back (map status {status[0]})")
+        words = np.frombuffer(
+            ffi.buffer(lib.wgpuBufferGetConstMappedRange(handle, 0, size), size), np.uint32
+        ).copy()
+        lib.wgpuBufferUnmap(handle)
+        self.gpu.staging.append(self.staging)
+        return words
+
+
+@ffi.callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)")  # type: ignore[untyped-decorator]
+def on_mapped(status: int, message: Any, result: Any, _: Any) -> None:
+    ffi.cast("int *", result)[0] = status
+
+
+class Recorder:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.safe = os.environ.get("LLAMAGPU_SAFE") == "1"
+
+    def submit(self, steps: Sequence[Step], result: Any = None) -> Pending:
+        """Record the steps in one pass and submit it; `result` is copied out for reading back."""
+        device = self.gpu.device
+        encoder = device.create_command_encoder()
+        work = encoder.begin_compute_pass()
+        record = record_safe if self.safe else record_raw
+        for plan, m, pos in steps:
+            record(work, plan, m, pos)
+        work.end()
+        staging = None
+        if result is not None:
+            staging = self.gpu.staging_for(result.size)
+            encoder.copy_buffer_to_buffer(result, 0, staging, 0, result.size)
+        try:
+            commands = encoder.finish()
+            index = ffi.new("WGPUSubmissionIndex *")
+            index[0] = lib.wgpuQueueSubmitForIndex(
+                device.queue._internal, 1, ffi.new("WGPUCommandBuffer[]", [commands._internal])
+            )
+        except (wgpu.GPUError, RuntimeError) as error:
+            raise DeviceLost(f"the device stopped taking work: {first_line(error)}") from error
+        return Pending(self.gpu, staging, index)
+
+
+def record_safe(work: Any, plan: Plan, m: int, pos: int) -> None:
+    for dispatch, launch in zip(plan.dispatches, plan.at(m, pos), strict=True):
+        work.set_pipeline(dispatch.pipeline)
+        work.set_bind_group(0, dispatch.bind_group)
+        work.dispatch_workgroups(*launch[2:])
+
+
+def record_raw(work: Any, plan: Plan, m: int, pos: int) -> None:
+    handle = work._internal
+    set_pipeline = lib.wgpuComputePassEncoderSetPipeline
+    set_bind_group = lib.wgpuComputePassEncoderSetBindGroup
+    launch = lib.wgpuComputePassEncoderDispatchWorkgroups
+    null = ffi.NULL
+    for pipeline, bind_group, x, y, z in plan.fixed or plan.at(m, pos):
+        set_pipeline(handle, pipeline)
+        set_bind_group(handle, 0, bind_group, 0, null)
+        launch(handle, x, y, z)

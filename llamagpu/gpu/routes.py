@@ -1,0 +1,214 @@
+"""Which kernel runs which shape: the only file that compares m, n, k, group or head_dim with a number.
+
+A table is read from the top; the first row that fits wins; the last row fits every shape.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """What the adapter offers, as far as routes ask."""
+
+    cpu: bool  # a software adapter
+    half: bool  # converts f16 itself
+    subgroup: int  # lanes of a subgroup, 0: none
+    workgroups: int  # per dimension of a dispatch
+    binding_bytes: int  # of one storage binding
+    workgroup_bytes: int
+    invocations: int = 256  # of one workgroup
+    storage_buffers: int = 8  # of one kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """y[m, n] = x[m, k] @ W[n, k]^T with W stored as `form` ("q4", "q8", "f16") in groups of `group`."""
+
+    m: int
+    n: int
+    k: int
+    group: int
+    form: str
+    inputs: str = "f32"  # how x comes: "f32"; "i8" records; "norm": f32, normalised and quantised by the kernel itself
+    out: str = "out_store"  # the part that takes the results
+
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    kernel: str  # kernels/*/<kernel>.wgsl
+    fits: Callable[..., bool]  # of (shape, caps)
+    needs: str  # the same in words, for `devices --kernels`
+    grid: Callable[..., Grid]  # of (shape, the kernel's constants, caps, m, pos)
+    parts: tuple[str, ...] = ()  # by role: "weight" becomes weight_q4, "reduce" reduce_tree, ...
+    consts: dict[str, int] = field(default_factory=dict)  # tuning; the file's own values otherwise
+
+    @property
+    def collects(self) -> bool:
+        """The kernel calls `finish` of its out part, which then sees a whole workgroup's rows."""
+        return "dot" in self.parts
+
+
+def fold(count: int, caps: Caps) -> Grid:
+    """A 1-D count of workgroups as a grid: y takes what the limit on x cannot hold; kernels undo it."""
+    x = min(count, caps.workgroups)
+    return x, -(-count // x), 1
+
+
+def row_pairs(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
+    return fold(-(-s.n // (2 * c.get("PAIRS", 1) * c["WORKGROUP"] // c["LANES"])), caps)
+
+
+def tile_share(head_dim: int) -> int:
+    """Invocations that share two rows of attend_tile, so that the rows stay in registers."""
+    return 4 if head_dim <= 128 or head_dim % 32 else 8
+
+
+def tile_places(head_dim: int, caps: Caps) -> int:
+    """Positions whose keys and values attend_tile keeps in workgroup memory: eight at least, 32 at most."""
+    return max(8, min(32, caps.workgroup_bytes // (8 * head_dim) // 8 * 8))
+
+
+def query_tiles(attention: tuple[int, int, int], c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
+    heads, kv_heads, head_dim = attention
+    tokens = 2 * c["WORKGROUP"] // tile_share(head_dim) // (heads // kv_heads)
+    return kv_heads, -(-m // tokens), 1
+
+
+def whole_rows(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
+    return fold(-(-s.n // (c["ROWS"] * c["WORKGROUP"])), caps)
+
+
+def tiles(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
+    return -(-s.n // c["TILE_N"]), -(-m // c["TILE_M"]), 1
+
+
+def pairs_by_token(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
+    x, y, _ = fold(-(-s.n // (2 * c["WORKGROUP"])), caps)
+    return x, y, m
+
+
+def rows(width: int, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
+    return m, 1, 1
+
+
+def values(width: int, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
+    return fold(-(-m * width // c["WORKGROUP"]), caps)
+
+
+def words(s: Linear, weights: int) -> bool:
+    """A load of `weights` weights stays inside a row and a group, and x is plain f32."""
+    return s.inputs == "f32" and s.k % weights == 0 and (s.form == "f16" or s.group % weights == 0)
+
+
+def blocks(s: Linear) -> bool:
+    """Blocks of 32 inputs, each under one scale or two."""
+    return s.k % (64 if s.form == "q6" else 32) == 0 and (s.form == "f16" or s.group % 32 == 0 or s.group == 16)
+
+
+COLLECTING = ("out_swiglu_i8", "out_logits")  # these need a whole workgroup's rows at once
+
+VECTOR = {"q4": 32, "q6": 1 << 30, "q8": 16, "f16": 8}  # the smallest group (k for f16) that 16-byte loads take
+
+# Lanes that share rows, pairs of rows they share, invocations of a workgroup: the best of 5 to 36 settings per shape
+# of Llama 1B and 8B and SmolLM2 on an H200 (2026-11-15); the choice moves a kernel by up to 2x.
+GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], ...] = (
+    ("logits", lambda s, c: s.m == 1 and blocks(s) and s.out == "out_logits", {"WORKGROUP": 256, "LANES": 32, "PAIRS": 4}),
+    ("records out, k < 4096", lambda s, c: s.m == 1 and blocks(s) and s.out in COLLECTING and s.k < 4096 and c.invocations >= 512,
+     {"WORKGROUP": 512, "LANES": 32, "PAIRS": 2}),
+    ("records out", lambda s, c: s.m == 1 and blocks(s) and s.out in COLLECTING, {"WORKGROUP": 256, "LANES": 32, "PAIRS": 4}),
+    ("norm inside, k < 3072", lambda s, c: s.m == 1 and blocks(s) and s.inputs == "norm" and s.k < 3072 and c.invocations >= 512,
+     {"WORKGROUP": 512, "LANES": 32}),
+    ("norm inside", lambda s, c: s.m == 1 and blocks(s) and s.inputs == "norm" and c.invocations >= 512,
+     {"WORKGROUP": 512, "LANES": 64}),
+    ("norm inside, small workgroups", lambda s, c: s.m == 1 and blocks(s) and s.inputs == "norm", {"WORKGROUP": 256, "LANES": 32}),
+    ("k <= 2048", lambda s, c: s.m == 1 and blocks(s) and s.k <= 2048, {"WORKGROUP": 256, "LANES": 64}),
+    ("k > 2048", lambda s, c: s.m == 1 and blocks(s), {"WORKGROUP": 256, "LANES": 128}),
+)  # fmt: skip
+
+LINEAR = (
+    Route("linear_rows", lambda s, c: c.cpu and s.out not in COLLECTING and s.m == 1 and words(s, VECTOR[s.form]),
+          "CPU adapter, m = 1, k and group % 32 = 0 (q8: 16, f16: k % 8)", whole_rows, ("block", "out")),
+    *(
+        Route("linear_gemv", fits, f"m = 1, k % 32 = 0, group % 32 = 0 or 16, {case}", row_pairs, ("dot", "out", "reduce"), consts)
+        for case, fits, consts in GEMV_SHAPES
+    ),
+    Route("linear_gemv_word", lambda s, c: s.m == 1 and words(s, 8),
+          "m = 1, k and group % 8 = 0", row_pairs, ("weight", "out", "reduce")),
+    Route("linear_gemm_i8", lambda s, c: s.inputs == "i8" and s.k % 64 == 0 and blocks(s) and s.form != "f16" and s.out not in COLLECTING,
+          "int8 x, k % 64 = 0, group % 32 = 0 or 16", tiles, ("planes", "out")),
+    Route("linear_gemm", lambda s, c: words(s, 8), "k and group % 8 = 0", tiles, ("weight", "out")),
+    Route("linear_any", lambda s, c: s.inputs == "f32" and s.out not in COLLECTING, "-", pairs_by_token, ("weight", "out")),
+)  # fmt: skip
+
+NORM = (
+    Route("rms_norm_vec4", lambda width, c: width % 4 == 0, "width % 4 = 0", rows, ("reduce",)),
+    Route("rms_norm", lambda width, c: True, "-", rows, ("reduce",)),
+)
+
+NORM_I8 = (Route("rms_norm_i8", lambda width, c: width % 32 == 0, "width % 32 = 0", rows, ("record", "reduce")),)
+
+ATTEND = (
+    Route("attend_split", lambda head_dim, m, c: m == 1 and c.subgroup >= 4 and head_dim % 64 == 0,
+          "m = 1, head_dim % 64 = 0, subgroups", lambda heads, c, caps, m, pos: (heads, 1, 1), ("kv8", "record")),
+    Route("attend_tile", lambda head_dim, m, c: m > 8 and c.subgroup >= tile_share(head_dim) and head_dim % 16 == 0 and head_dim <= 256,
+          "m > 8, head_dim % 16 = 0, <= 256, subgroups of 4 (over 128: of 8)", query_tiles, ("kv", "team_subgroup")),
+    Route("attend", lambda head_dim, m, c: head_dim % 4 == 0 and head_dim <= 256,
+          "head_dim % 4 = 0, <= 256", lambda heads, c, caps, m, pos: (heads, m, 1), ("kv",)),
+    Route("attend_any", lambda head_dim, m, c: True, "-", values, ("kv",)),
+)  # fmt: skip
+
+EMBED = (
+    Route("embed", lambda s, c: words(s, 8), "k and group % 8 = 0",
+          lambda s, c, caps, m, pos: (-(-s.k // (8 * c["WORKGROUP"])), m, 1), ("weight",)),
+    Route("embed_any", lambda s, c: True, "-",
+          lambda s, c, caps, m, pos: (-(-s.k // c["WORKGROUP"]), m, 1), ("weight",)),
+)  # fmt: skip
+
+TO_I8 = (
+    Route("to_i8", lambda width, c: width % 32 == 0, "width % 32 = 0",
+          lambda width, c, caps, m, pos: fold(-(-m * width // 8 // c["WORKGROUP"]), caps), ("record",)),
+)  # fmt: skip
+
+SILU_MUL = (Route("silu_mul", lambda width, c: True, "-", values),)
+
+
+def norm_in_linear(k: int, caps: Caps) -> bool:
+    """Whether the linears of one token normalise and quantise their input themselves."""
+    return k <= 4096 and caps.storage_buffers >= 10 and caps.workgroup_bytes >= 32768
+
+
+# attend_split by the positions it looks back over: (from, splits at most, strands at most). Whole tokens of four models
+# were timed with 20 settings each at 16 to 2048 positions on an H200 (2026-11-15).
+REACHES = ((1, 1, 2), (65, 16, 2), (385, 16, 8), (1024, 32, 8), (8192, 64, 8))
+MOST_SPLITS = 64
+
+
+def reach(positions: int) -> int:
+    """The row of REACHES, by its first number."""
+    return max(first for first, _, _ in REACHES if first <= positions)
+
+
+def splits(reach: int, kv_heads: int) -> int:
+    """Into how many parts attend_split cuts the context: no more than make 128 workgroups, 256 for the longest."""
+    most = next(splits for first, splits, _ in REACHES if first == reach)
+    enough = max(2, 1 << max(0, (128 // kv_heads - 1).bit_length())) * (2 if reach >= 8192 else 1)
+    return min(most, enough)
+
+
+def strands(group: int, reach: int, caps: Caps) -> int:
+    """Subgroups that attend_split gives each query head of a group: a power of two that the workgroup holds."""
+    wanted = next(strands for first, _, strands in REACHES if first == reach)
+    most = max(1, min(wanted, caps.invocations // (caps.subgroup * group)))
+    return 1 << (most.bit_length() - 1)
+
+
+def fits_any(table: tuple[Route, ...], *facts: object) -> bool:
+    return any(route.fits(*facts) for route in table)
+
+
+def pick(table: tuple[Route, ...], *facts: object) -> Route:
+    return next(route for route in table if route.fits(*facts))

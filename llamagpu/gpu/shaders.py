@@ -1,0 +1,101 @@
+"""WGSL files to pipelines: find a kernel, put its parts before it, set its constants, compile once.
+
+A kernel declares every shape as `const NAME: type = default;`; the host sets them by name, so a pipeline is made for
+one shape and the driver sees plain numbers. Declarations of one line (const, struct, binding) may stand in several
+files of a composition: the first is kept.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+Const = int | float | bool
+
+CONST = re.compile(r"^const (\w+): (u32|f32|bool) = ([^;]+);", re.M)
+BINDING = re.compile(r"^@group\(0\) @binding\((\d+)\) var<([^>]+)> (\w+):", re.M)
+
+
+def kernel_root() -> Path:
+    package = Path(__file__).resolve().parent.parent
+    inside = package / "_kernels"  # in a wheel; a checkout has them beside the package
+    return inside if inside.is_dir() else package.parent / "kernels"
+
+
+@cache
+def kernel_files() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(kernel_root().glob("*/*.wgsl"))}
+
+
+@cache
+def read(name: str) -> str:
+    return kernel_files()[name].read_text()
+
+
+def declared_name(line: str) -> str | None:
+    """The name that a one-line declaration introduces, None for any other line."""
+    if line.startswith("const "):
+        return line[6 : line.index(":")]
+    if line.startswith("struct "):
+        return line.split()[1]
+    found = BINDING.match(line)
+    return found.group(3) if found else None
+
+
+def compose(kernel: str, parts: tuple[str, ...], consts: dict[str, Const]) -> str:
+    """The kernel's whole source: parts in order, the kernel, repeated declarations dropped, constants set."""
+    seen: set[str] = set()
+    lines = []
+    for line in "\n".join(read(name) for name in (*parts, kernel)).splitlines():
+        name = declared_name(line)
+        if name in seen:
+            continue
+        if name:
+            seen.add(name)
+        lines.append(line)
+    source = "\n".join(lines)
+    unknown = set(consts) - {found.group(1) for found in CONST.finditer(source)}
+    if unknown:
+        raise KeyError(f"{kernel}: no constant {', '.join(sorted(unknown))}")
+    return CONST.sub(lambda found: set_const(found, consts), source)
+
+
+def set_const(found: "re.Match[str]", consts: dict[str, Const]) -> str:
+    name, kind, _ = found.groups()
+    if name not in consts:
+        return found.group(0)
+    value = consts[name]
+    text = (
+        str(bool(value)).lower() if kind == "bool" else repr(float(value)) if kind == "f32" else f"{value:d}u"
+    )
+    return f"const {name}: {kind} = {text};"
+
+
+def constants(name: str) -> dict[str, int]:
+    """The u32 constants of a kernel file that are plain numbers (tile sizes, workgroup size): never typed twice."""
+    return {n: int(v[:-1]) for n, kind, v in CONST.findall(read(name)) if kind == "u32" and v[:-1].isdigit()}
+
+
+def bindings(source: str) -> dict[str, int]:
+    """Name -> binding number, for building bind groups by name."""
+    return {name: int(number) for number, _, name in BINDING.findall(source)}
+
+
+def create_module(device: Any, source: str, label: str, trusted: bool) -> Any:
+    """A shader module; `trusted` leaves out naga's index clamps and loop guards (a quarter of decode time on an
+    H200). Only for kernels whose indices the host keeps in bounds; LLAMAGPU_TRUSTED=0 turns it off."""
+    if not trusted:
+        return device.create_shader_module(code=source, label=label)
+    from wgpu.backends.wgpu_native import ffi, lib
+    from wgpu.backends.wgpu_native._api import GPUShaderModule
+
+    code = source.encode()
+    text = ffi.new("char[]", code)
+    wgsl = ffi.new("WGPUShaderSourceWGSL *")
+    wgsl.chain.sType = lib.WGPUSType_ShaderSourceWGSL
+    wgsl.code.data = text
+    wgsl.code.length = len(code)
+    descriptor = ffi.new("WGPUShaderModuleDescriptor *")
+    descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", wgsl)
+    handle = lib.wgpuDeviceCreateShaderModuleTrusted(device._internal, descriptor, 0)
+    return GPUShaderModule(label, handle, device)
