@@ -9,6 +9,7 @@ import numpy as np
 import wgpu
 
 from llamagpu.engine import ops
+from llamagpu.engine.sampler import Sampling
 from llamagpu.engine.weights import Layer, Matrix, Weights
 from llamagpu.errors import DoesNotFit
 from llamagpu.files.config import LlamaConfig, rope_table
@@ -19,6 +20,7 @@ from llamagpu.gpu.recorder import Plan, Recorder, Step
 CHUNK = 512  # most tokens of a prefill step: bounds the scratch buffers
 LOGIT_BYTES = 64 << 20  # of logits when every position has them
 RING = 64  # picked tokens the device keeps: more than two batches
+MOST_RECENT = 256  # tokens a repetition penalty on the device looks back
 BATCH = 8  # most decode steps in one submission
 VISIBLE_S = 0.02  # a batch lasts no longer: two are in flight, and text should appear within 50 ms
 Progress = Callable[[int, int], None]
@@ -64,7 +66,8 @@ class Transformer:
         self.targets = gpu.zeros(rows * 4, "targets")  # [m] u32, for perplexity: the id after each
         self.scores = gpu.zeros(rows * 4, "scores")  # [m] f32, its log probability
         self.best = gpu.zeros(-(-c.vocab // 2) * 8, "best")  # candidates (logit, id), at most one per pair of rows
-        self.ring = gpu.zeros(RING * 4, "ring")  # [RING] u32 picked ids
+        self.ring = gpu.zeros((RING + MOST_RECENT) * 4, "ring")  # [RING] u32 picked ids, then those a penalty looks at
+        self.sampling = gpu.zeros(32, "sampling", wgpu.BufferUsage.UNIFORM)
         widest = max(c.dim, c.heads * c.head_dim)
         self.h_i8 = gpu.zeros(rows * widest // 32 * 48, "h_i8")  # [m, dim/32] records: normalised, then attended
         self.act_i8 = gpu.zeros(rows * c.ffn_dim // 32 * 48, "act_i8")  # [m, ffn/32] records
@@ -224,14 +227,17 @@ class Transformer:
             return 0
         return routes.reach(min(pos + 1, self.config.sliding_window or pos + 1))
 
-    def choose(self) -> Plan:
-        """Greedy: the best candidate becomes the next input token on the device."""
-        if ("choose",) not in self.plans:
+    def choose(self, drawn: bool = False) -> Plan:
+        """The next input token, chosen on the device: the best candidate, or one drawn as `sampling` says."""
+        if ("choose", drawn) not in self.plans:
             head, table = self.weights.output, self.weights.token_embd
             count = ops.candidates(self.gpu, head, self.inputs(1))
-            pick = ops.pick(self.gpu, self.best, count, self.tokens, self.ring, RING, self.step, table, self.x)
-            self.plans[("choose",)] = Plan([pick])
-        return self.plans[("choose",)]
+            pick = ops.pick(
+                self.gpu, self.best, count, self.tokens, self.ring, RING, self.step, table, self.x,
+                self.logits, self.sampling if drawn else None,
+            )  # fmt: skip
+            self.plans["choose", drawn] = Plan([pick])
+        return self.plans["choose", drawn]
 
     def scoring_plan(self, m: int) -> Plan:
         """From token ids to the log probability of the target after each: logits for all of the m rows."""
@@ -266,7 +272,7 @@ class Transformer:
         self.room_for(len(ids))
         for start in range(0, len(ids), self.chunk):
             chunk = ids[start : start + self.chunk]
-            self.run(self.plan(1 if len(chunk) == 1 else self.chunk, len(self.history)), chunk)
+            self.run(self.plan(min(self.chunk, routes.width(len(chunk), self.chunk)), len(self.history)), chunk)
             if progress:
                 self.gpu.read(
                     self.step, np.uint32, 1
@@ -312,14 +318,38 @@ class Transformer:
             self.prefill([token])
 
     def greedy(self, most: int | None = None) -> Iterator[int]:
-        """Continue the sequence with the likeliest tokens, at most `most`, until the context is full. They are chosen on
-        the device and read back a batch behind: while the consumer gets one batch of steps, the next one runs.
+        """Continue the sequence with the likeliest tokens, at most `most`, until the context is full."""
+        return self.go_on(self.choose, most)
+
+    def draw(self, sampling: Sampling, prompt: Sequence[int], most: int | None = None) -> Iterator[int]:
+        """Continue the sequence with tokens drawn on the device, at most `most`, until the context is full.
+        `sampling` must be one that `draws_on_device`."""
+        s = sampling
+        seed = np.random.default_rng().integers(1 << 32) if s.seed is None else s.seed
+        last_n = min(s.repeat_last_n, len(prompt)) if s.repeat_penalty != 1.0 else 0
+        cold = s.temperature <= 0  # the likeliest after the penalty
+        reals = np.array([1.0 if cold else s.temperature, s.top_p, s.min_p, s.repeat_penalty], np.float32)
+        wholes = np.array([1 if cold else s.top_k, int(seed) & 0xFFFFFFFF, last_n, 0], np.uint32)
+        self.gpu.write(self.sampling, np.concatenate([reals.view(np.uint32), wholes]))
+        if last_n:
+            self.gpu.write(self.ring, np.array(prompt[-last_n:], np.uint32), offset=4 * RING)
+        return self.go_on(lambda: self.choose(drawn=True), most)
+
+    def draws_on_device(self, sampling: Sampling) -> bool:
+        head = self.weights.output
+        runs = all(part.row0 % 64 == 0 for part in head.parts)  # candidates are runs of 64 rows
+        recent = sampling.repeat_penalty == 1.0 or sampling.repeat_last_n <= MOST_RECENT
+        return runs and recent and (sampling.temperature <= 0 or 1 <= sampling.top_k <= 64)
+
+    def go_on(self, choose: Callable[[], Plan], most: int | None) -> Iterator[int]:
+        """Tokens that the device chooses and feeds to itself, read back a batch behind: while the consumer gets one
+        batch of steps, the next one runs.
 
         When the consumer stops, the steps ahead of it are dropped: `history` holds what was yielded, less the last.
         """
         # the first choice is from the logits that are there; it moves the position on
         self.gpu.write(self.step, np.array([len(self.history) - 1, 1, self.capacity, 0], np.uint32))
-        pending = deque([(self.recorder.submit([(self.choose(), 1, 0)], self.ring), 1)])
+        pending = deque([(self.recorder.submit([(choose(), 1, 0)], self.ring), 1)])
         ahead = len(self.history)  # positions filled or being filled
         end = self.limit if most is None else min(self.limit, ahead + most - 1)
         picked, size, last = 0, 1, time.perf_counter()
@@ -331,7 +361,7 @@ class Transformer:
                             break  # the cache can grow only when nothing is in flight
                         self.reserve(min(self.limit, 2 * self.capacity))
                         self.gpu.write(self.step, np.array([self.capacity], np.uint32), offset=8)
-                    pending.append((self.recorder.submit(self.steps(ahead, steps), self.ring), steps))
+                    pending.append((self.recorder.submit(self.steps(ahead, steps, choose()), self.ring), steps))
                     ahead += steps
                 if not pending:
                     self.truncate(ahead)  # the last token has not been put in
@@ -350,11 +380,10 @@ class Transformer:
             for result, _ in pending:
                 result.wait()
 
-    def steps(self, pos: int, count: int) -> list[Step]:
+    def steps(self, pos: int, count: int, choose: Plan) -> list[Step]:
         """`count` decode steps from position `pos` on, each feeding the next on the device."""
         embed = not ops.embeds_next(self.gpu, self.weights.token_embd)
-        choose = (self.choose(), 1, 0)
-        return [step for p in range(pos, pos + count) for step in ((self.plan(1, p, embed), 1, p), choose)]
+        return [step for p in range(pos, pos + count) for step in ((self.plan(1, p, embed), 1, p), (choose, 1, p))]
 
 
 def suits_i8(config: LlamaConfig, weights: Weights, gpu: Gpu, m: int) -> bool:

@@ -142,7 +142,8 @@ def head(gpu: Gpu, x: Any, matrix: Matrix, logits: Any, best: Any, step: Any, in
         return linear(gpu, x, matrix, 1, Out("out_logits", {"y": logits, "best": best}), step, inputs)
     return [
         *linear(gpu, x, matrix, 1, store(logits, matrix), step, inputs),
-        gpu.dispatch("argmax", (), {"VOCAB": matrix.n}, {"logits": logits, "best": best}, (chunks(matrix.n), 1, 1)),
+        gpu.dispatch("argmax", (), {"VOCAB": matrix.n}, {"logits": logits, "best": best},
+                     (-(-chunks(matrix.n) // constants("argmax")["WORKGROUP"]), 1, 1)),
     ]
 
 
@@ -239,16 +240,21 @@ def embed(
 
 
 def pick(
-    gpu: Gpu, best: Any, count: int, tokens: Any, ring: Any, ring_size: int, step: Any, table: Matrix, x: Any
-) -> Dispatch:
-    """The best candidate becomes the next token; its embedding goes to x where the table is in one part."""
-    consts: dict[str, Const] = {"CANDIDATES": count, "RING": ring_size}
+    gpu: Gpu, best: Any, count: int, tokens: Any, ring: Any, ring_size: int, step: Any, table: Matrix, x: Any,
+    logits: Any = None, sampling: Any = None,
+) -> Dispatch:  # fmt: skip
+    """The best candidate, or with `sampling` one drawn from the logits, becomes the next token; its embedding goes to
+    x where the table is in one part."""
+    kernel, consts = "pick", {"CANDIDATES": count, "RING": ring_size}
     buffers = {"best": best, "tokens": tokens, "ring": ring, "step": step, "x": x}
+    if sampling is not None:
+        kernel, consts["VOCAB"] = "sample", table.n
+        buffers |= {"logits": logits, "sampling": sampling}
     if not embeds_next(gpu, table):
-        return gpu.dispatch("pick", ("next_none",), consts, buffers, (1, 1, 1))
+        return gpu.dispatch(kernel, ("next_none",), consts, buffers, (1, 1, 1))
     part = table.parts[0]
     parts = (*parts_of(gpu, routes.EMBED[0], part.form), "next_embed")
-    return gpu.dispatch("pick", parts, consts | part.consts, buffers | part.buffers, (1, 1, 1))
+    return gpu.dispatch(kernel, parts, consts | part.consts, buffers | part.buffers, (1, 1, 1))
 
 
 def embeds_next(gpu: Gpu, table: Matrix) -> bool:

@@ -129,6 +129,8 @@ GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], .
     ("k > 2048", lambda s, c: s.m == 1 and blocks(s), {"WORKGROUP": 256, "LANES": 128}),
 )  # fmt: skip
 
+FEW = (4, 8)  # token counts with kernels of their own between one and many
+
 LINEAR = (
     Route("linear_rows", lambda s, c: c.cpu and s.out not in COLLECTING and s.m == 1 and words(s, VECTOR[s.form]),
           "CPU adapter, m = 1, k and group % 32 = 0 (q8: 16, f16: k % 8)", whole_rows, ("block", "out")),
@@ -138,6 +140,11 @@ LINEAR = (
     ),
     Route("linear_gemv_word", lambda s, c: s.m == 1 and words(s, 8),
           "m = 1, k and group % 8 = 0", row_pairs, ("weight", "out", "reduce")),
+    *(
+        Route("linear_gemv_few", lambda s, c, most=most: 1 < s.m <= most and blocks(s) and s.out not in COLLECTING,
+              f"m <= {most}, k % 32 = 0, group % 32 = 0 or 16", row_pairs, ("dot", "out", "reduce"), {"TOKENS": most})
+        for most in FEW
+    ),
     Route("linear_gemm_i8", lambda s, c: s.inputs == "i8" and s.k % 64 == 0 and blocks(s) and s.form != "f16" and s.out not in COLLECTING,
           "int8 x, k % 64 = 0, group % 32 = 0 or 16", tiles, ("planes", "out")),
     Route("linear_gemm", lambda s, c: words(s, 8), "k and group % 8 = 0", tiles, ("weight", "out")),
@@ -204,6 +211,11 @@ def strands(group: int, reach: int, caps: Caps) -> int:
     wanted = next(strands for first, _, strands in REACHES if first == reach)
     most = max(1, min(wanted, caps.invocations // (caps.subgroup * group)))
     return 1 << (most.bit_length() - 1)
+
+
+def width(m: int, chunk: int) -> int:
+    """For how many tokens the plan that takes m of them is built."""
+    return next((most for most in (1, *FEW) if m <= most), chunk)
 
 
 def fits_any(table: tuple[Route, ...], *facts: object) -> bool:
