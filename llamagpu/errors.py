@@ -1,5 +1,8 @@
 """The exceptions users see. Each carries its exit code; `cli.py` is the only place that catches them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class LlamaGpuError(Exception):
     """One line of cause and, where there is one, one line of what to do about it."""
@@ -44,3 +47,15 @@ class NumericCheckFailed(LlamaGpuError):
     """A kernel's result on this adapter is outside its error bound."""
 
     exit_code = 7
+
+
+@contextmanager
+def about(path: object) -> Iterator[None]:
+    """What is found wrong with a file in here names it: those who read parts of it do not know its name."""
+    try:
+        yield
+    except (BadFile, Unsupported) as error:
+        if str(path) not in error.cause:
+            error.cause = f"{path}: {error.cause}"
+            error.args = (error.cause,)
+        raise

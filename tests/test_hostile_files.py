@@ -15,6 +15,8 @@ from gguf_builder import Tensors, encode, tiny_parts
 from llamagpu.errors import LlamaGpuError
 from llamagpu.files.config import LlamaConfig, check_tensors, rope_table
 from llamagpu.files.gguf_file import MAX_KEYS, MAX_STRINGS, GgufFile
+from llamagpu.files.repack import repack, small
+from llamagpu.files.tokenizer import Tokenizer
 
 Rng = np.random.Generator
 MODEL = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32, "biases": True, "kind": "Q4_0"}
@@ -28,8 +30,21 @@ def read_config(file: GgufFile) -> None:
     rope_table(config, None, 8)
 
 
+def read_tokenizer(file: GgufFile) -> None:
+    tokenizer = Tokenizer.from_gguf(file.metadata)
+    tokenizer.decode(tokenizer.encode("Once <s>upon</s> a time, \u00e9\U0001f600\n"))
+
+
+def read_weights(file: GgufFile) -> None:
+    for tensor in file.tensors.values():
+        if len(tensor.shape) == 1:
+            small(tensor)
+        else:
+            repack(tensor)
+
+
 # What a file goes through on its way to the GPU; each step may only return or raise LlamaGpuError.
-STEPS: list[Callable[[GgufFile], object]] = [read_config]
+STEPS: list[Callable[[GgufFile], object]] = [read_config, read_tokenizer, read_weights]
 
 
 def outcome(path: Path) -> str:

@@ -22,7 +22,16 @@ MAY_IMPORT = {
     "engine": {"engine", "files", "gpu", "errors"},
     "tools": {"tools", "engine", "files", "gpu", "errors", "__init__"},
     "__init__": {"tools", "engine", "files", "gpu", "errors"},
-    "cli": {"tools", "engine", "files", "gpu", "errors", "__init__"},
+    "options": set(),
+    "terminal": {"errors"},
+    "talk": {"terminal", "engine", "errors"},
+    "cli": {
+        "cli_convert", "cli_measure", "options", "talk", "terminal",
+        "tools", "engine", "files", "gpu", "errors", "__init__",
+    },
+    "cli_convert": {"options", "terminal", "tools", "engine", "errors"},
+    "cli_measure": {"cli_bench", "options", "terminal", "tools", "engine", "gpu", "errors"},
+    "cli_bench": {"options", "terminal", "tools", "engine", "gpu", "errors"},
     "__main__": {"cli"},
 }
 

@@ -13,10 +13,11 @@ from llamagpu.engine.llama import CHUNK, Transformer
 from llamagpu.engine.memory import MemoryPlan, plan_memory
 from llamagpu.engine.sampler import Sampling, make_sampler, need_finite
 from llamagpu.engine.selfcheck import use_fast
+from llamagpu.engine.tiled import TiledTransformer, load_tiles, suits_tiles
 from llamagpu.engine.weights import load_weights
 from llamagpu.errors import DeviceLost, DoesNotFit, LlamaGpuError, about
 from llamagpu.files.config import LlamaConfig, check_tensors
-from llamagpu.files.gguf_file import GgufFile
+from llamagpu.files.packed_file import open_model
 from llamagpu.files.repack import small
 from llamagpu.files.tokenizer import Tokenizer
 from llamagpu.gpu.device import Gpu
@@ -86,7 +87,7 @@ class Llama:
         times = self.load_times = LoadTimes()
         started = time.perf_counter()
         with ExitStack() as undo, about(path), loss_named():
-            self.file = undo.enter_context(closing(GgufFile(path)))
+            self.file = undo.enter_context(closing(open_model(path)))
             self.config = LlamaConfig.from_gguf(self.file.metadata, self.file.tensors)
             check_tensors(self.config, self.file.tensors)
             self.tokenizer = Tokenizer.from_gguf(self.file.metadata)
@@ -96,17 +97,22 @@ class Llama:
             fast = use_fast(self.gpu, precision)
             times.device_s, started = lap(started)
             self.chunk = min(chunk, self.limit)
-            self.kv_f32 = kv_type == "f32" if kv_type else not self.gpu.caps.half
+            tiles_do = suits_tiles(self.config, self.file.tensors, self.gpu)
+            self.tiled = tiles_do and kv_type != "f16" and not fast
+            self.kv_f32 = kv_type == "f32" if kv_type else self.tiled or not self.gpu.caps.half
             first = self.limit if context else min(self.limit, FIRST_CONTEXT)
             self.memory = self.plan_memory(first)
             if on_plan:
                 on_plan(self.memory, self.gpu)
             self.memory.check(self.gpu)
-            weights = load_weights(self.file.tensors, self.config, self.gpu, progress)
+            if self.tiled:
+                weights = load_tiles(self.file.tensors, self.config, self.gpu, progress)
+            else:
+                weights = load_weights(self.file.tensors, self.config, self.gpu, progress, fast)
             times.weights_s, started = lap(started)
             factors = self.file.tensors.get("rope_freqs.weight")
             freq_factors = None if factors is None else small(factors)
-            self.model = Transformer(
+            self.model = (TiledTransformer if self.tiled else Transformer)(
                 self.gpu, self.config, weights, freq_factors, first, self.limit, chunk, self.kv_f32, fast
             )
             self.model.plan(1)
@@ -124,7 +130,8 @@ class Llama:
         return "fast" if self.model.fast else "high"
 
     def plan_memory(self, context: int) -> MemoryPlan:
-        return plan_memory(self.config, self.file.tensors, self.gpu, context, self.chunk, self.kv_f32)
+        c, tensors = self.config, self.file.tensors
+        return plan_memory(c, tensors, self.gpu, context, self.chunk, self.kv_f32, self.tiled)
 
     def chat(self, messages: Sequence[Message]) -> str:
         """The prompt text for a conversation, by the model's own chat template."""
@@ -278,13 +285,15 @@ class Generation:
             yield id
 
     def choices(self) -> Iterator[int]:
-        model = self.llama.model
-        if not self.sampling.greedy:
-            yield from model.sample(make_sampler(self.sampling, self.prompt_ids))
+        model, sampling = self.llama.model, self.sampling
+        most = None if self.max_tokens < 0 else self.max_tokens
+        if not sampling.greedy and not model.draws_on_device(sampling):
+            yield from model.sample(make_sampler(sampling, self.prompt_ids))
             return
-        for id in model.greedy():
-            if id == 0 and not self.ids:  # what the device picks when all logits are NaN
-                need_finite(model.read_logits())
+        chosen = model.greedy(most) if sampling.greedy else model.draw(sampling, self.prompt_ids, most)
+        for id in chosen:
+            if not self.ids and (id == 0 or not sampling.greedy):
+                need_finite(model.read_logits())  # of NaN the device takes token 0, or draws any
             yield id
 
 

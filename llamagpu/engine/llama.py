@@ -53,13 +53,8 @@ class Transformer:
         self.recorder = Recorder(gpu)
         self.history: list[int] = []
         self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.activations()
         c, rows = config, self.chunk
-        self.x = gpu.zeros(rows * c.dim * 4, "x")  # [m, dim] residual stream
-        self.h = gpu.zeros(
-            rows * max(c.dim, c.heads * c.head_dim) * 4, "h"
-        )  # [m, dim] normalised; [m, heads, head_dim] attended
-        self.q = gpu.zeros(rows * c.heads * c.head_dim * 4, "q")  # [m, heads, head_dim] rotated queries
-        self.act = gpu.zeros(rows * c.ffn_dim * 4, "act")  # [m, ffn] silu(gate) * up
         self.logits = gpu.zeros(c.vocab * 4, "logits")  # [vocab] of the last token
         self.tokens = gpu.zeros(rows * 4, "tokens")  # [m] u32 input ids; [0] is what `pick` chose
         self.step = gpu.zeros(16, "step", wgpu.BufferUsage.UNIFORM)  # pos, m, capacity, count
@@ -68,15 +63,27 @@ class Transformer:
         self.best = gpu.zeros(-(-c.vocab // 2) * 8, "best")  # candidates (logit, id), at most one per pair of rows
         self.ring = gpu.zeros((RING + MOST_RECENT) * 4, "ring")  # [RING] u32 picked ids, then those a penalty looks at
         self.sampling = gpu.zeros(32, "sampling", wgpu.BufferUsage.UNIFORM)
+        self.capacity = 0
+        self.caches: list[tuple[Any, Any]] = []  # by layer: keys, values, [kv_heads, capacity, head_dim]
+        self.rope: Any = None  # [capacity, rope_dims/2] (cos, sin)
+        self.reserve(context)
+
+    # Memory
+
+    def activations(self) -> None:
+        """What the kernels of a step hand to each other."""
+        gpu, c, rows = self.gpu, self.config, self.chunk
+        self.x = gpu.zeros(rows * c.dim * 4, "x")  # [m, dim] residual stream
+        self.h = gpu.zeros(
+            rows * max(c.dim, c.heads * c.head_dim) * 4, "h"
+        )  # [m, dim] normalised; [m, heads, head_dim] attended
+        self.q = gpu.zeros(rows * c.heads * c.head_dim * 4, "q")  # [m, heads, head_dim] rotated queries
+        self.act = gpu.zeros(rows * c.ffn_dim * 4, "act")  # [m, ffn] silu(gate) * up
         widest = max(c.dim, c.heads * c.head_dim)
         self.h_i8 = gpu.zeros(rows * widest // 32 * 48, "h_i8")  # [m, dim/32] records: normalised, then attended
         self.act_i8 = gpu.zeros(rows * c.ffn_dim // 32 * 48, "act_i8")  # [m, ffn/32] records
         self.partial = gpu.zeros(c.heads * routes.MOST_SPLITS * c.head_dim * 4, "partial")  # [heads, splits, head_dim]
         self.stats = gpu.zeros(c.heads * routes.MOST_SPLITS * 8, "stats")  # [heads, splits] (top, total)
-        self.capacity = 0
-        self.reserve(context)
-
-    # Memory
 
     def reserve(self, context: int) -> None:
         """Make room for `context` positions; what the cache holds is kept."""
@@ -89,7 +96,8 @@ class Transformer:
         if size > gpu.caps.binding_bytes:
             most = gpu.caps.binding_bytes // (size // capacity) // 4 * 4
             raise DoesNotFit(
-                f"a context of {context} needs {size >> 20} MiB of cache per layer; a binding holds {gpu.caps.binding_bytes >> 20}",
+                f"a context of {context} needs {size >> 20} MiB of cache per layer; "
+                f"a binding holds {gpu.caps.binding_bytes >> 20}",
                 f"use -c {most} or less, or an f16 cache (-ctk f16 -ctv f16)",
             )
         caches = [(gpu.zeros(size, f"k_cache {i}"), gpu.zeros(size, f"v_cache {i}")) for i in range(c.layers)]
@@ -123,17 +131,17 @@ class Transformer:
     def plan(self, m: int, pos: int = 0, embed: bool = True) -> Plan:
         """Every dispatch from up to m token ids to the logits of the last one and the candidates of a choice.
 
-        At long contexts attention is split; without `embed` the first embedding is in x already (`choose` put it there).
+        At long contexts attention is split; without `embed` the first embedding is in x (`choose` put it there).
         """
         reach = self.reach(m, pos)
         key = ("plan", m, reach, embed)
         if key not in self.plans:
-            gpu = self.gpu
+            h, head = self.normed(1), self.weights.output
             self.plans[key] = Plan(
                 [
                     *self.body(m, reach, embed),
                     self.norm(self.weights.output_norm, 1, last=True),
-                    *ops.head(gpu, self.normed(1), self.weights.output, self.logits, self.best, self.step, self.inputs(1)),
+                    *ops.head(self.gpu, h, head, self.logits, self.best, self.step, self.inputs(1)),
                 ]
             )
         return self.plans[key]
@@ -179,7 +187,9 @@ class Transformer:
         )  # fmt: skip
         if splits > 1:
             return [found, ops.attend_merge(gpu, c, self.partial, self.stats, self.normed(m), splits, i8)]
-        return [found, ops.to_i8(gpu, self.h, self.h_i8, c.heads * c.head_dim, m, step)] if i8 and not split else [found]
+        if i8 and not split:
+            return [found, ops.to_i8(gpu, self.h, self.h_i8, c.heads * c.head_dim, m, step)]
+        return [found]
 
     def feed_forward(self, layer: Layer, m: int) -> list[Dispatch]:
         c, gpu, step, inputs = self.config, self.gpu, self.step, self.inputs(m)
@@ -219,7 +229,8 @@ class Transformer:
         return self.h_i8 if self.inputs(m) == "i8" else self.h
 
     def attention(self, m: int) -> str:
-        return routes.pick(routes.ATTEND, self.config.head_dim, m, self.gpu.caps).kernel
+        c = self.config
+        return routes.pick(routes.attention(c.heads // c.kv_heads, self.gpu.caps), c.head_dim, m, self.gpu.caps).kernel
 
     def reach(self, m: int, pos: int) -> int:
         """How far back attention looks, as the first number of positions for which the plan is the same."""
@@ -326,13 +337,14 @@ class Transformer:
         `sampling` must be one that `draws_on_device`."""
         s = sampling
         seed = np.random.default_rng().integers(1 << 32) if s.seed is None else s.seed
-        last_n = min(s.repeat_last_n, len(prompt)) if s.repeat_penalty != 1.0 else 0
+        last_n = s.repeat_last_n if s.repeat_penalty != 1.0 else 0
         cold = s.temperature <= 0  # the likeliest after the penalty
         reals = np.array([1.0 if cold else s.temperature, s.top_p, s.min_p, s.repeat_penalty], np.float32)
         wholes = np.array([1 if cold else s.top_k, int(seed) & 0xFFFFFFFF, last_n, 0], np.uint32)
         self.gpu.write(self.sampling, np.concatenate([reals.view(np.uint32), wholes]))
         if last_n:
-            self.gpu.write(self.ring, np.array(prompt[-last_n:], np.uint32), offset=4 * RING)
+            seen = [0xFFFFFFFF] * last_n + list(prompt)  # no token, where the prompt is shorter
+            self.gpu.write(self.ring, np.array(seen[-last_n:], np.uint32), offset=4 * RING)
         return self.go_on(lambda: self.choose(drawn=True), most)
 
     def draws_on_device(self, sampling: Sampling) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -74,8 +75,9 @@ def available_host_bytes() -> int:
 
 
 def plan_memory(
-    config: LlamaConfig, tensors: dict[str, RawTensor], gpu: Gpu, context: int, chunk: int, kv_f32: bool
-) -> MemoryPlan:
+    config: LlamaConfig, tensors: dict[str, RawTensor], gpu: Gpu, context: int, chunk: int, kv_f32: bool,
+    tiled: bool = False,
+) -> MemoryPlan:  # fmt: skip
     c, heads = config, config.heads * config.head_dim
     cache_layer = c.kv_heads * -(-context // 4) * 4 * c.head_dim * (4 if kv_f32 else 2)
     widest = max(c.dim, heads)
@@ -84,8 +86,16 @@ def plan_memory(
     once = c.vocab * 2 + context * c.rope_dims + heads * routes.MOST_SPLITS  # logits, choices, rope, partial
     scratch = min(chunk, context) * row + 4 * once
     cache = 2 * c.layers * cache_layer
-    weights = sum(tensor_bytes(t, gpu.caps.half) for t in tensors.values())
+    weights = sum(tile_bytes(t) if tiled else tensor_bytes(t, gpu.caps.half) for t in tensors.values())
     return MemoryPlan(weights, cache, scratch, context, cache // context + 4 * c.rope_dims, cache_layer)
+
+
+def tile_bytes(tensor: RawTensor) -> int:
+    """As an image: f16 as f32, and a scale and an offset of 4 bytes for every group."""
+    if len(tensor.shape) < 2 or tensor.kind not in FORMATS:
+        return 4 * prod(tensor.shape)
+    (n, k), form = tensor.shape, FORMATS[tensor.kind]
+    return n * (row_bytes(tensor.kind, k)[0] + k // form.group * 8)
 
 
 def tensor_bytes(tensor: RawTensor, half: bool) -> int:

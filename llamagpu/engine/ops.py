@@ -36,7 +36,8 @@ def parts_of(
         elif role == "planes":
             names += [*scales, f"planes_{form}"]
         elif role == "dot":
-            dot = [f"dot_f16{'_i8' * (arithmetic == 'i8')}"] if form == "f16" else [f"planes_{form}", f"dot_{arithmetic}"]
+            halves = "dot_f16" if arithmetic == "f32" else "dot_f16_i8"
+            dot = [halves] if form == "f16" else [f"planes_{form}", f"dot_{arithmetic}"]
             names += [*scales, f"inputs_{inputs}", *dot] + [record] * (inputs == "norm")
         elif role == "reduce":
             names.append("reduce_subgroup" if subgroups_fit(gpu, route) else "reduce_tree")
@@ -44,6 +45,8 @@ def parts_of(
             names += [out] + [record] * out.endswith("_i8")
         elif role == "record":
             names.append(record)
+        elif role == "tile":
+            names.append(form)
         else:
             names.append(f"{role}_{kv}" if role in ("kv", "kv8") else role)
     return tuple(dict.fromkeys(names))
@@ -94,7 +97,7 @@ def linear(
             candidates += workgroups(gpu, route, shape)
         if inputs == "norm":
             consts["EPS"] = eps
-        buffers = part.buffers | out.buffers | {"x": x, "bias": matrix.bias or x, "step": step, "norm": norm}
+        buffers = part.buffers | out.buffers | {"x": x, "bias": matrix.bias or step, "step": step, "norm": norm}
         parts = parts_of(gpu, route, part.form, inputs, out.part)
         dispatches.append(gpu.dispatch(route.kernel, parts, consts, buffers, at(gpu, route, shape, m)))
     return dispatches
@@ -178,9 +181,11 @@ def rms_norm(
 
 def attend(
     gpu: Gpu, config: LlamaConfig, q: Any, k_cache: Any, v_cache: Any, y: Any, m: int, step: Any,
-    kv_f32: bool, table: tuple[Route, ...] = routes.ATTEND, i8: bool = False, splits: int = 1, stats: Any = None, reach: int = 1,
+    kv_f32: bool, table: tuple[Route, ...] | None = None, i8: bool = False, splits: int = 1, stats: Any = None,
+    reach: int = 1,
 ) -> Dispatch:  # fmt: skip
     """Attention of m tokens; the split kernel may leave `splits` partial results for attend_merge."""
+    table = table or routes.attention(config.heads // config.kv_heads, gpu.caps)
     route = routes.pick(table, config.head_dim, m, gpu.caps)
     consts: dict[str, Const] = {
         "HEADS": config.heads,
@@ -245,7 +250,8 @@ def pick(
 ) -> Dispatch:  # fmt: skip
     """The best candidate, or with `sampling` one drawn from the logits, becomes the next token; its embedding goes to
     x where the table is in one part."""
-    kernel, consts = "pick", {"CANDIDATES": count, "RING": ring_size}
+    kernel = "pick"
+    consts: dict[str, Const] = {"CANDIDATES": count, "RING": ring_size}
     buffers = {"best": best, "tokens": tokens, "ring": ring, "step": step, "x": x}
     if sampling is not None:
         kernel, consts["VOCAB"] = "sample", table.n

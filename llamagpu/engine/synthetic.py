@@ -1,16 +1,20 @@
 """Models without a file: the shapes of real ones, with random weights made on the device. For benchmarks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from llamagpu.engine.tiled import upload_tiles
 from llamagpu.engine.weights import Layer, Matrix, Part, Weights
 from llamagpu.errors import LlamaGpuError
 from llamagpu.files.config import LlamaConfig
-from llamagpu.files.repack import FORMATS
+from llamagpu.files.repack import FORMATS, Packed
+from llamagpu.files.tiles import ROWS, tile
+from llamagpu.gpu import routes
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Plan, Recorder
+from llamagpu.gpu.routes import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,8 @@ def synthetic_config(name: str) -> LlamaConfig:
     )  # fmt: skip
 
 
-def synthetic_weights(gpu: Gpu, config: LlamaConfig, quant: str) -> Weights:
+def synthetic_weights(gpu: Gpu, config: LlamaConfig, quant: str, tiled: bool = False) -> Weights:
+    """`tiled`: for a TiledTransformer."""
     c, (most, some, output) = config, MIXES[quant]
     recorder = Recorder(gpu)
 
@@ -84,18 +89,25 @@ def synthetic_weights(gpu: Gpu, config: LlamaConfig, quant: str) -> Weights:
                 joined.append((kind, n))
         parts: list[Part] = []
         for kind, n in joined:
-            parts += random_parts(gpu, recorder, kind, n, k, sum(p.n for p in parts), label)
+            row0 = sum(p.n for p in parts)
+            if tiled:
+                parts += random_tiles(gpu, kind, n, k, row0, label)
+            else:
+                parts += random_parts(gpu, recorder, kind, n, k, row0, label)
         return Matrix(sum(p.n for p in parts), k, tuple(parts))
+
+    def norm(label: str) -> Any:
+        ones = np.ones((1, c.dim // 4, 4), np.float32)
+        return gpu.upload_image(ones, label) if tiled else gpu.upload(ones, label)
 
     def layer(i: int) -> Layer:
         special = some if i < c.layers // 8 or i >= 7 * c.layers // 8 or (i - c.layers // 8) % 3 == 2 else most
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        ones = np.ones(c.dim, np.float32)
         return Layer(
-            attn_norm=gpu.upload(ones, "attn_norm"),
+            attn_norm=norm("attn_norm"),
             qkv=matrix([(most, q), (most, kv), (special, kv)], c.dim, "qkv"),
             attn_output=matrix([(most, c.dim)], q, "attn_output"),
-            ffn_norm=gpu.upload(ones, "ffn_norm"),
+            ffn_norm=norm("ffn_norm"),
             gate_up=(matrix([(most, 2 * c.ffn_dim)], c.dim, "gate_up"),),
             ffn_down=matrix([(special, c.dim)], c.ffn_dim, "ffn_down"),
         )
@@ -103,7 +115,33 @@ def synthetic_weights(gpu: Gpu, config: LlamaConfig, quant: str) -> Weights:
     token_embd = matrix([(output if c.tied else most, c.vocab)], c.dim, "token_embd")
     layers = tuple(layer(i) for i in range(c.layers))
     head = token_embd if c.tied else matrix([(output, c.vocab)], c.dim, "output")
-    return Weights(token_embd, layers, gpu.upload(np.ones(c.dim, np.float32), "output_norm"), head)
+    return Weights(token_embd, layers, norm("output_norm"), head)
+
+
+def tileable(config: LlamaConfig, quant: str, gpu: Gpu) -> bool:
+    """Whether a file of these shapes would run on images here."""
+    c, widest = config, max(config.dim, config.ffn_dim, config.heads * config.head_dim)
+    known = [FORMATS.get(kind) for kind in MIXES[quant]]
+    shapes = [Linear(1, c.dim, widest, f.group if f else widest, f.form if f else "f16") for f in known]
+    return routes.tileable(c.dim, c.ffn_dim, c.head_dim, c.rope_dims, shapes, gpu.caps)
+
+
+def random_tiles(gpu: Gpu, kind: str, n: int, k: int, row0: int, label: str) -> list[Part]:
+    """Rows of one type as `load_tiles` would store them; random on the host, for no kernel fills images."""
+    known, rng = FORMATS.get(kind), np.random.default_rng(n * k)
+    most = ROWS * gpu.caps.image_side
+    packed = []
+    for start in range(0, n, most):
+        rows = min(most, n - start)
+        if known is None:
+            packed.append(Packed("f16", rows, k, k, np.full((rows, k + k % 2), 0.0039, np.float16), None))
+            continue
+        words = rng.integers(0, 256, (rows, k // 2 if known.form == "q4" else k), np.uint8)
+        scales = np.full((rows, k // known.group, known.width), SMALL_SCALE, known.dtype)
+        words = words if known.form == "q4" else words.view(np.int8)
+        packed.append(Packed(known.form, rows, k, known.group, words, scales))
+    parts = upload_tiles(gpu, map(tile, packed), label).parts
+    return [replace(part, row0=row0 + part.row0) for part in parts]
 
 
 def random_parts(gpu: Gpu, recorder: Recorder, kind: str, n: int, k: int, row0: int, label: str) -> list[Part]:

@@ -14,8 +14,9 @@ import numpy as np
 
 from llamagpu.files.config import LlamaConfig
 from llamagpu.files.gguf_file import RawTensor
+from llamagpu.files.packed_file import PackedTensors
 from llamagpu.files.repack import Packed, concat, interleave, repack, rope_rows, slice_rows, small, take_rows
-from llamagpu.gpu.device import Gpu
+from llamagpu.gpu.device import Gpu, nbytes
 from llamagpu.gpu.routes import Linear
 from llamagpu.gpu.shaders import Const
 
@@ -63,7 +64,7 @@ class Matrix:
 
     @property
     def nbytes(self) -> int:
-        return sum(p.words.size + (p.scales.size if p.scales else 0) for p in self.parts)
+        return sum(nbytes(buffer) for p in self.parts for buffer in p.buffers.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +164,17 @@ def load_weights(
         done[label] = upload_matrix(gpu, packed, label, bias, fast)
         if progress:
             progress(count + 1, len(jobs))
-    for name in [
-        "output_norm.weight",
-        *(f"blk.{i}.{n}_norm.weight" for i in range(config.layers) for n in ("attn", "ffn")),
-    ]:
+    for name in norm_names(config):
         done[name] = gpu.upload(small(tensors[name]), name)
+    return assemble(done, config)
+
+
+def norm_names(config: LlamaConfig) -> list[str]:
+    return ["output_norm.weight", *(f"blk.{i}.{n}_norm.weight" for i in range(config.layers) for n in ("attn", "ffn"))]
+
+
+def assemble(done: dict[str, Any], config: LlamaConfig) -> Weights:
+    """What has been uploaded, by name, as the model's weights."""
     layers = tuple(
         Layer(
             attn_norm=done[f"blk.{i}.attn_norm.weight"],
@@ -211,6 +218,9 @@ def repack_small(tensor: RawTensor) -> Packed:
 
 def matrix_jobs(tensors: Tensors, config: LlamaConfig, pack: Callable[[RawTensor], Packed] = repack) -> Iterator[Job]:
     """Every matrix of the model in order of use, as work that a thread can do."""
+    if isinstance(tensors, PackedTensors):  # joined when the file was written
+        yield from tensors.jobs(config)
+        return
 
     def plain(name: str) -> Job:
         return name, lambda: ([pack(tensors[f"{name}.weight"])], bias_of(tensors, name))

@@ -126,12 +126,28 @@ class GgufFile:
         except struct.error:  # a fixed-size field ran over the end
             raise header.bad("the header is cut short") from None
 
+    def forget(self) -> None:
+        """Give the pages read so far back to the system: they would count as memory in use."""
+        for mapped in self._maps:
+            if hasattr(mmap, "MADV_DONTNEED"):
+                mapped.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         self.tensors = {}
         for mapped in self._maps:
             with contextlib.suppress(BufferError):  # a tensor's data is still in use: its end unmaps the file
                 mapped.close()
         self._maps = []
+
+
+def read_metadata(path: Path, raw: bytes) -> dict[str, Any]:
+    """Of a GGUF header that stands inside another file."""
+    _check_magic(path, raw)
+    header = _Header(path, raw)
+    try:
+        return header.metadata()
+    except struct.error:
+        raise header.bad("the header is cut short") from None
 
 
 def show(value: object) -> str:
@@ -181,7 +197,7 @@ def _map(path: Path) -> mmap.mmap:
         raise BadFile(f"{path}: cannot be read: {error}", "Check the path and the disk.") from None
 
 
-def _check_magic(path: Path, mapped: mmap.mmap) -> None:
+def _check_magic(path: Path, mapped: mmap.mmap | bytes) -> None:
     first = mapped[:32]
     if first[:4] != b"GGUF":
         if first[8:10] == b'{"':
@@ -204,7 +220,7 @@ def _check_magic(path: Path, mapped: mmap.mmap) -> None:
 class _Header:
     """A cursor over the bytes between the magic and the tensor data."""
 
-    def __init__(self, path: Path, buf: mmap.mmap) -> None:
+    def __init__(self, path: Path, buf: mmap.mmap | bytes) -> None:
         self.path, self.buf, self.pos, self.end = path, buf, 24, min(len(buf), MAX_HEADER_BYTES)
         self.strings = 0  # in arrays, so far
         self.alignment = 32  # of the data section

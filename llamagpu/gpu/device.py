@@ -25,9 +25,11 @@ FLOOR = {
     "max-compute-workgroup-size-x": 256,
     "max-storage-buffers-per-shader-stage": 8,
     "max-compute-workgroups-per-dimension": 65535,
+    "max-texture-dimension-2d": 8192,
 }
 KINDS = {"DiscreteGPU": 0, "IntegratedGPU": 1, "VirtualGPU": 2, "Unknown": 3, "CPU": 4}  # first choice first
 BACKENDS = {"Metal": 0, "Vulkan": 0, "D3D12": 0, "OpenGL": 1}
+IMAGE = wgpu.TextureUsage.STORAGE_BINDING | wgpu.TextureUsage.COPY_SRC | wgpu.TextureUsage.COPY_DST
 STORAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
 
 
@@ -50,7 +52,7 @@ def choose(found: list[Any], wanted: str | None) -> Any:
     if not found:
         raise NoAdapter(
             "no WebGPU adapter was found",
-            "install a Vulkan driver: your GPU vendor's, or Mesa's software driver (apt-get install mesa-vulkan-drivers)",
+            "install a Vulkan driver: your GPU vendor's, or Mesa's software one (apt-get install mesa-vulkan-drivers)",
         )
     if wanted is None:
         return found[0]
@@ -102,6 +104,7 @@ class Gpu:
             workgroup_bytes=limits["max-compute-workgroup-storage-size"],
             invocations=limits["max-compute-invocations-per-workgroup"],
             storage_buffers=limits["max-storage-buffers-per-shader-stage"],
+            image_side=limits["max-texture-dimension-2d"],
         )
 
     @classmethod
@@ -166,8 +169,36 @@ class Gpu:
 
     def free(self, *buffers: Any) -> None:
         for buffer in buffers:
-            self.allocated_bytes -= buffer.size
+            self.allocated_bytes -= nbytes(buffer)
             buffer.destroy()
+
+    # Images: a CPU adapter reads them far faster than buffers
+
+    def image(self, width: int, height: int, label: str, form: str = "rgba32float") -> Any:
+        """A storage texture of zeros, 16 bytes a texel."""
+        side = self.limits["max-texture-dimension-2d"]
+        if max(width, height) > side:
+            raise DoesNotFit(f"{label} needs {width} x {height} texels; an image holds {side} a side")
+        try:
+            texture = self.device.create_texture(size=(width, height, 1), format=form, usage=IMAGE, label=label)
+        except (wgpu.GPUOutOfMemoryError, wgpu.GPUValidationError) as error:
+            raise DoesNotFit(
+                f"{label}: the device could not allocate {16 * width * height} bytes ({first_line(error)})"
+            ) from error
+        self.allocated_bytes += nbytes(texture)
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        return texture
+
+    def upload_image(self, data: np.ndarray[Any, Any], label: str) -> Any:
+        """[height, width, 4] f32 or u32."""
+        height, width, _ = data.shape
+        texture = self.image(width, height, label, "rgba32float" if data.dtype == np.float32 else "rgba32uint")
+        most = max(1, (64 << 20) // (16 * width))  # rows: staging memory in pieces of 64 MiB
+        for y in range(0, height, most):
+            piece = np.ascontiguousarray(data[y : y + most])
+            to = {"texture": texture, "origin": (0, y, 0)}
+            self.device.queue.write_texture(to, piece, {"bytes_per_row": 16 * width}, (width, len(piece), 1))
+        return texture
 
     # Pipelines
 
@@ -196,7 +227,7 @@ class Gpu:
         pipeline, numbers = self.pipeline(kernel, parts, consts)
         if missing := set(numbers) - set(buffers):
             raise LlamaGpuError(f"{kernel}: no buffer for {', '.join(sorted(missing))}")
-        entries = [{"binding": number, "resource": {"buffer": buffers[name]}} for name, number in numbers.items()]
+        entries = [{"binding": number, "resource": resource(buffers[name])} for name, number in numbers.items()]
         layout = pipeline.get_bind_group_layout(0)
         return Dispatch(
             kernel,
@@ -242,6 +273,14 @@ class Gpu:
         work.end()
         self.device.queue.submit([encoder.finish()])
         return int(np.frombuffer(self.device.queue.read_buffer(buffer), np.uint32)[0])
+
+
+def resource(buffer: Any) -> Any:
+    return buffer.create_view() if isinstance(buffer, wgpu.GPUTexture) else {"buffer": buffer}
+
+
+def nbytes(buffer: Any) -> int:
+    return 16 * buffer.width * buffer.height if isinstance(buffer, wgpu.GPUTexture) else int(buffer.size)
 
 
 def first_line(error: Exception) -> str:

@@ -15,7 +15,6 @@ from wgpu.backends.wgpu_native import ffi, lib
 from llamagpu.errors import DeviceLost
 from llamagpu.gpu.device import Dispatch, Gpu, first_line
 
-
 Launch = tuple[Any, Any, int, int, int]  # pipeline and bind group handles, grid
 
 
@@ -41,6 +40,9 @@ class Plan:
 Step = tuple[Plan, int, int]  # a plan for m tokens from position pos on
 
 
+AGAIN = "try again; if it happens again, update the GPU's driver"
+
+
 class Pending:
     """A small buffer on its way back from the device."""
 
@@ -59,16 +61,28 @@ class Pending:
         while status[0] < 0:
             lib.wgpuDevicePoll(self.gpu.device._internal, True, self.index)
         if status[0] != lib.WGPUMapAsyncStatus_Success:
-            raise DeviceLost(f"results could not be read back (map status {status[0]})")
+            raise DeviceLost(f"results could not be read back (map status {status[0]})", AGAIN)
         words = np.frombuffer(
             ffi.buffer(lib.wgpuBufferGetConstMappedRange(handle, 0, size), size), np.uint32
         ).copy()
         lib.wgpuBufferUnmap(handle)
         self.gpu.staging.append(self.staging)
+        if interrupts:
+            raise interrupts.pop()
         return words
 
 
-@ffi.callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)")  # type: ignore[untyped-decorator]
+def on_interrupt(kind: Any, error: BaseException, trace: Any) -> None:
+    """A Ctrl-C inside on_mapped would be lost in C: the status is set all the same, and `wait` raises it."""
+    values = trace.tb_frame.f_locals
+    ffi.cast("int *", values["result"])[0] = values["status"]
+    interrupts.append(error)
+
+
+interrupts: list[BaseException] = []
+
+
+@ffi.callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)", onerror=on_interrupt)  # type: ignore[untyped-decorator]
 def on_mapped(status: int, message: Any, result: Any, _: Any) -> None:
     ffi.cast("int *", result)[0] = status
 
@@ -98,7 +112,7 @@ class Recorder:
                 device.queue._internal, 1, ffi.new("WGPUCommandBuffer[]", [commands._internal])
             )
         except (wgpu.GPUError, RuntimeError) as error:
-            raise DeviceLost(f"the device stopped taking work: {first_line(error)}") from error
+            raise DeviceLost(f"the device stopped taking work: {first_line(error)}", AGAIN) from error
         return Pending(self.gpu, staging, index)
 
 

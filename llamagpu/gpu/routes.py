@@ -3,7 +3,7 @@
 A table is read from the top; the first row that fits wins; the last row fits every shape.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 
@@ -19,6 +19,7 @@ class Caps:
     workgroup_bytes: int
     invocations: int = 256  # of one workgroup
     storage_buffers: int = 8  # of one kernel
+    image_side: int = 8192  # texels of a storage texture, each way
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,20 @@ class Linear:
     form: str
     inputs: str = "f32"  # how x comes: "f32"; "i8" records; "norm": f32, normalised and quantised by the kernel itself
     out: str = "out_store"  # the part that takes the results
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention's shape."""
+
+    count: int
+    kv: int
+    dim: int
+
+    @property
+    def share(self) -> int:
+        """Heads that read one kv head."""
+        return self.count // self.kv
 
 
 Grid = tuple[int, int, int]
@@ -86,6 +101,18 @@ def tiles(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
     return -(-s.n // c["TILE_N"]), -(-m // c["TILE_M"]), 1
 
 
+def row_groups(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
+    return -(-s.n // (8 * c["WORKGROUP"])), -(-m // 4), 1
+
+
+def split_rows(width: int, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
+    return m, c["SPLIT"], 1
+
+
+def eight_dims(heads: Heads, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
+    return -(-heads.kv * heads.dim // (8 * c["WORKGROUP"])), 1, 1
+
+
 def pairs_by_token(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
     x, y, _ = fold(-(-s.n // (2 * c["WORKGROUP"])), caps)
     return x, y, m
@@ -111,22 +138,31 @@ def blocks(s: Linear) -> bool:
 
 COLLECTING = ("out_swiglu_i8", "out_logits")  # these need a whole workgroup's rows at once
 
+def plain(s: Linear) -> bool:
+    """Inputs as they lie, results one by one."""
+    return s.inputs != "norm" and s.out not in COLLECTING
+
+
 VECTOR = {"q4": 32, "q6": 1 << 30, "q8": 16, "f16": 8}  # the smallest group (k for f16) that 16-byte loads take
 
 # Lanes that share rows, pairs of rows they share, invocations of a workgroup: the best of 5 to 36 settings per shape
 # of Llama 1B and 8B and SmolLM2 on an H200 (2026-11-15); the choice moves a kernel by up to 2x.
+def one(s: Linear) -> bool:
+    return s.m == 1 and blocks(s)
+
+
 GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], ...] = (
-    ("logits", lambda s, c: s.m == 1 and blocks(s) and s.out == "out_logits", {"WORKGROUP": 256, "LANES": 32, "PAIRS": 4}),
-    ("records out, k < 4096", lambda s, c: s.m == 1 and blocks(s) and s.out in COLLECTING and s.k < 4096 and c.invocations >= 512,
+    ("logits", lambda s, c: one(s) and s.out == "out_logits", {"WORKGROUP": 256, "LANES": 32, "PAIRS": 4}),
+    ("records out, k < 4096", lambda s, c: one(s) and s.out in COLLECTING and s.k < 4096 and c.invocations >= 512,
      {"WORKGROUP": 512, "LANES": 32, "PAIRS": 2}),
-    ("records out", lambda s, c: s.m == 1 and blocks(s) and s.out in COLLECTING, {"WORKGROUP": 256, "LANES": 32, "PAIRS": 4}),
-    ("norm inside, k < 3072", lambda s, c: s.m == 1 and blocks(s) and s.inputs == "norm" and s.k < 3072 and c.invocations >= 512,
+    ("records out", lambda s, c: one(s) and s.out in COLLECTING, {"WORKGROUP": 256, "LANES": 32, "PAIRS": 4}),
+    ("norm inside, k < 3072", lambda s, c: one(s) and s.inputs == "norm" and s.k < 3072 and c.invocations >= 512,
      {"WORKGROUP": 512, "LANES": 32}),
-    ("norm inside", lambda s, c: s.m == 1 and blocks(s) and s.inputs == "norm" and c.invocations >= 512,
+    ("norm inside", lambda s, c: one(s) and s.inputs == "norm" and c.invocations >= 512,
      {"WORKGROUP": 512, "LANES": 64}),
-    ("norm inside, small workgroups", lambda s, c: s.m == 1 and blocks(s) and s.inputs == "norm", {"WORKGROUP": 256, "LANES": 32}),
-    ("k <= 2048", lambda s, c: s.m == 1 and blocks(s) and s.k <= 2048, {"WORKGROUP": 256, "LANES": 64}),
-    ("k > 2048", lambda s, c: s.m == 1 and blocks(s), {"WORKGROUP": 256, "LANES": 128}),
+    ("norm inside, small workgroups", lambda s, c: one(s) and s.inputs == "norm", {"WORKGROUP": 256, "LANES": 32}),
+    ("k <= 2048", lambda s, c: one(s) and s.k <= 2048, {"WORKGROUP": 256, "LANES": 64}),
+    ("k > 2048", lambda s, c: one(s), {"WORKGROUP": 256, "LANES": 128}),
 )  # fmt: skip
 
 FEW = (4, 8)  # token counts with kernels of their own between one and many
@@ -135,20 +171,22 @@ LINEAR = (
     Route("linear_rows", lambda s, c: c.cpu and s.out not in COLLECTING and s.m == 1 and words(s, VECTOR[s.form]),
           "CPU adapter, m = 1, k and group % 32 = 0 (q8: 16, f16: k % 8)", whole_rows, ("block", "out")),
     *(
-        Route("linear_gemv", fits, f"m = 1, k % 32 = 0, group % 32 = 0 or 16, {case}", row_pairs, ("dot", "out", "reduce"), consts)
+        Route("linear_gemv", fits, f"m = 1, k % 32 = 0, group % 32 = 0 or 16, {case}",
+              row_pairs, ("dot", "out", "reduce"), consts)
         for case, fits, consts in GEMV_SHAPES
     ),
     Route("linear_gemv_word", lambda s, c: s.m == 1 and words(s, 8),
           "m = 1, k and group % 8 = 0", row_pairs, ("weight", "out", "reduce")),
     *(
-        Route("linear_gemv_few", lambda s, c, most=most: 1 < s.m <= most and blocks(s) and s.out not in COLLECTING,
+        Route("linear_gemv_few", lambda s, c, most=most: 1 < s.m <= most and blocks(s) and plain(s),
               f"m <= {most}, k % 32 = 0, group % 32 = 0 or 16", row_pairs, ("dot", "out", "reduce"), {"TOKENS": most})
         for most in FEW
     ),
-    Route("linear_gemm_i8", lambda s, c: s.inputs == "i8" and s.k % 64 == 0 and blocks(s) and s.form != "f16" and s.out not in COLLECTING,
+    Route("linear_gemm_i8",
+          lambda s, c: s.inputs == "i8" and s.k % 64 == 0 and blocks(s) and s.form != "f16" and plain(s),
           "int8 x, k % 64 = 0, group % 32 = 0 or 16", tiles, ("planes", "out")),
     Route("linear_gemm", lambda s, c: words(s, 8), "k and group % 8 = 0", tiles, ("weight", "out")),
-    Route("linear_any", lambda s, c: s.inputs == "f32" and s.out not in COLLECTING, "-", pairs_by_token, ("weight", "out")),
+    Route("linear_any", lambda s, c: s.inputs == "f32" and plain(s), "-", pairs_by_token, ("weight", "out")),
 )  # fmt: skip
 
 NORM = (
@@ -161,7 +199,8 @@ NORM_I8 = (Route("rms_norm_i8", lambda width, c: width % 32 == 0, "width % 32 = 
 ATTEND = (
     Route("attend_split", lambda head_dim, m, c: m == 1 and c.subgroup >= 4 and head_dim % 64 == 0,
           "m = 1, head_dim % 64 = 0, subgroups", lambda heads, c, caps, m, pos: (heads, 1, 1), ("kv8", "record")),
-    Route("attend_tile", lambda head_dim, m, c: m > 8 and c.subgroup >= tile_share(head_dim) and head_dim % 16 == 0 and head_dim <= 256,
+    Route("attend_tile",
+          lambda head_dim, m, c: m > 8 and c.subgroup >= tile_share(head_dim) and head_dim in range(16, 257, 16),
           "m > 8, head_dim % 16 = 0, <= 256, subgroups of 4 (over 128: of 8)", query_tiles, ("kv", "team_subgroup")),
     Route("attend", lambda head_dim, m, c: head_dim % 4 == 0 and head_dim <= 256,
           "head_dim % 4 = 0, <= 256", lambda heads, c, caps, m, pos: (heads, m, 1), ("kv",)),
@@ -181,6 +220,74 @@ TO_I8 = (
 )  # fmt: skip
 
 SILU_MUL = (Route("silu_mul", lambda width, c: True, "-", values),)
+
+
+# A CPU adapter runs whole models on images (engine/tiled.py): tiled weights, 4 values of x, y and the caches a texel
+
+LINEAR_IMAGE = (
+    # a workgroup of one vector: two threads get the same share of 9 or 15 workgroups' work
+    Route("linear_image_gemv",
+          lambda s, c: s.m == 1 and (s.form == "tile_f32" or s.group % 32 == 0) and c.subgroup == 4,
+          "m = 1, group % 32 = 0, vectors of 4", row_groups, ("tile", "out"), {"STRIDE": 32, "WORKGROUP": 4}),
+    Route("linear_image_gemv", lambda s, c: s.m == 1 and (s.form == "tile_f32" or s.group % 32 == 0),
+          "m = 1, group % 32 = 0", row_groups, ("tile", "out"), {"STRIDE": 32}),
+    Route("linear_image_gemv", lambda s, c: s.m == 1, "m = 1", row_groups, ("tile", "out"), {"STRIDE": 16}),
+    Route("linear_image", lambda s, c: True, "-", row_groups, ("tile", "out")),
+)  # fmt: skip
+
+NORM_IMAGE = (
+    Route("rms_norm_image", lambda width, c: c.subgroup == 4, "vectors of 4", split_rows, consts={"WORKGROUP": 4}),
+    Route("rms_norm_image", lambda width, c: True, "-", split_rows),
+)
+
+ATTEND_IMAGE = (
+    Route("attend_image", lambda heads, m, c: m > 1, "m > 1",
+          lambda heads, c, caps, m, pos: (-(-m * heads.share // c["WORKGROUP"]), heads.kv, 1)),
+    Route("attend_image_scores", lambda heads, m, c: True, "-",
+          lambda heads, c, caps, m, pos: (score_groups(pos, c["WORKGROUP"]), heads.kv, 1)),
+)  # fmt: skip
+
+VALUES_IMAGE = (
+    Route("attend_image_values", lambda heads, m, c: c.subgroup == 4, "vectors of 4", eight_dims,
+          consts={"WORKGROUP": 4}),
+    Route("attend_image_values", lambda heads, m, c: True, "-", eight_dims),
+)  # fmt: skip
+
+EMBED_IMAGE = (
+    Route("embed_image", lambda s, c: True, "-",
+          lambda s, c, caps, m, pos: (-(-s.k // (8 * c["WORKGROUP"])), m, 1), ("tile",)),
+)  # fmt: skip
+
+SILU_MUL_IMAGE = (
+    Route("silu_mul_image", lambda width, c: True, "-",
+          lambda width, c, caps, m, pos: (-(-width // (4 * c["WORKGROUP"])), m, 1)),
+)  # fmt: skip
+
+
+def attention(group: int, caps: Caps) -> tuple[Route, ...]:
+    """The rows of ATTEND for `group` query heads per kv head: attend_split has a subgroup for each in a workgroup."""
+    return ATTEND if group * caps.subgroup <= caps.invocations else ATTEND[1:]
+
+
+def score_groups(pos: int, workgroup: int) -> int:
+    """Workgroups of attend_image_scores for a token at `pos`, 4 positions a lane: a power of two, for few plans."""
+    return 1 << (pos // (4 * workgroup)).bit_length()
+
+
+def tileable(dim: int, ffn_dim: int, head_dim: int, rope_dims: int, matrices: Iterable[Linear], caps: Caps) -> bool:
+    """Whether a model runs on images: a CPU adapter, rows in whole tiles of 8 (gate and up are 4 each), heads whose
+    loops llvmpipe unrolls, 16 k or more under a scale, nothing wider than an image."""
+    whole = dim % 8 == 0 and ffn_dim % 4 == 0 and head_dim % 8 == 0 and head_dim <= 128 and rope_dims % 8 == 0
+    return caps.cpu and whole and all(
+        (s.form == "f16" or s.group % 16 == 0) and tile_texels(s) <= caps.image_side for s in matrices
+    )  # fmt: skip
+
+
+def tile_texels(s: Linear) -> int:
+    """What 8 rows take: 2 texels for 8 k of q4, 4 of q8, 16 of f16 (stored as f32), and 4 for the scales of a group."""
+    if s.form == "f16":
+        return 2 * (-(-s.k // 32) * 32)
+    return s.k // {"q4": 4, "q8": 2}[s.form] + s.k // s.group * 4
 
 
 def norm_in_linear(k: int, caps: Caps) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 Const = int | float | bool
 
 CONST = re.compile(r"^const (\w+): (u32|f32|bool) = ([^;]+);", re.M)
-BINDING = re.compile(r"^@group\(0\) @binding\((\d+)\) var<([^>]+)> (\w+):", re.M)
+BINDING = re.compile(r"^@group\(0\) @binding\((\d+)\) var(?:<([^>]+)>)? (\w+):", re.M)
 
 
 def kernel_root() -> Path:

@@ -13,6 +13,9 @@ PREFERRED = ("Q4_K_M", "Q4_0")  # when the spec names no quantisation: the first
 SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # image projectors, importance matrices: also .gguf
 
+CHECKPOINT = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+DUPLICATES = ["consolidated*", "*/*"]  # the same weights in another form
+
 
 @dataclass(frozen=True, slots=True)
 class HubSpec:
@@ -85,6 +88,27 @@ def fetch_from_hub(spec: str, progress: bool, offline: bool) -> Path:
         raise
     except Exception as error:  # its own, its Rust downloader's, and its HTTP package's, which changed twice
         raise _explain(wanted.repo, error) from error
+
+
+def fetch_checkpoint(spec: str, progress: bool, offline: bool) -> Path:
+    """The folder of a repository's safetensors, config and tokenizer; its GGUF file where the spec names one, or
+    there is nothing else."""
+    wanted = parse_spec(spec)
+    if wanted.file or wanted.quant:
+        return fetch_from_hub(spec, progress, offline)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not progress:
+        disable_progress_bars()
+    try:
+        folder = snapshot_download(
+            wanted.repo, allow_patterns=CHECKPOINT, ignore_patterns=DUPLICATES, local_files_only=offline
+        )
+    except Exception as error:
+        raise _explain(wanted.repo, error) from error
+    found = any(Path(folder).glob("*.safetensors"))
+    return Path(folder) if found else fetch_from_hub(spec, progress, offline)
 
 
 def _online(wanted: HubSpec, progress: bool) -> Path:

@@ -1,0 +1,15 @@
+// y[token, row / 2 ..] = silu(gate) * up, the rows of gate and up being interleaved: 8 rows make one texel. Needs N % 8 == 0.
+const N: u32 = 8u;       // rows of this part of the matrix
+const ROW0: u32 = 0u;    // its first row in the whole matrix
+const BIAS: bool = false;
+@group(0) @binding(0) var y: texture_storage_2d<rgba32float, write>;
+@group(0) @binding(4) var<storage, read> bias: array<vec4<f32>>;
+fn emit8(token: u32, row: u32, a: vec4<f32>, b: vec4<f32>) {
+  if (row >= N) { return; }
+  let i = (ROW0 + row) / 4u;
+  var v = a;
+  var u = b;
+  if (BIAS) { v += bias[i]; u += bias[i + 1u]; }
+  let gate = vec4<f32>(v.xz, u.xz);
+  textureStore(y, vec2<u32>(i / 2u, token), gate / (1.0 + exp(-gate)) * vec4<f32>(v.yw, u.yw));
+}

@@ -1,0 +1,248 @@
+"""The transformer on a CPU adapter (llvmpipe), in images: tiles of 8 rows of weights, activations, caches.
+
+There a lane gets 16 bytes from an image in 2 ns and from a buffer in 36 (Mesa 22.3, Neoverse-N1: a buffer is
+read in a loop over the lanes, with a branch for each), so that kernels on buffers are ten times slower.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from llamagpu.engine import ops, weights
+from llamagpu.engine.llama import RING, Transformer
+from llamagpu.engine.ops import Out
+from llamagpu.engine.weights import Layer, Matrix, Part, Progress, Tensors, Weights
+from llamagpu.errors import DoesNotFit
+from llamagpu.files.config import LlamaConfig, rope_table
+from llamagpu.files.repack import FORMATS, Packed, slice_rows, small
+from llamagpu.files.tiles import ROWS, tile
+from llamagpu.gpu import routes
+from llamagpu.gpu.device import Dispatch, Gpu
+from llamagpu.gpu.recorder import Plan, Step
+from llamagpu.gpu.routes import Heads, Linear, Route
+from llamagpu.gpu.shaders import Const, constants
+
+FOLD = constants("attend_image")["FOLD"]  # positions below each other in a cache image
+MOST = 65532  # positions: llvmpipe stops a loop after 65535 turns
+Bias = np.ndarray[Any, Any] | None
+
+
+def suits_tiles(config: LlamaConfig, tensors: Tensors, gpu: Gpu) -> bool:
+    c, shapes = config, []
+    for tensor in tensors.values():
+        if len(tensor.shape) == 2:
+            (n, k), form = tensor.shape, FORMATS.get(tensor.kind)
+            shapes.append(Linear(1, n, k, form.group, form.form) if form else Linear(1, n, k, k, "f16"))
+    return routes.tileable(c.dim, c.ffn_dim, c.head_dim, c.rope_dims, shapes, gpu.caps)
+
+
+# Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles(Part):
+    """Rows as one image, their scales among them."""
+
+    @property
+    def consts(self) -> dict[str, Const]:
+        return {} if self.form == "tile_f32" else {"GROUP": self.group}
+
+
+def load_tiles(tensors: Tensors, config: LlamaConfig, gpu: Gpu, progress: Progress | None = None) -> Weights:
+    """As load_weights; the threads that repack also tile."""
+    most = ROWS * gpu.caps.image_side
+    jobs: list[Any] = [(label, partial(tiled, job, most)) for label, job in weights.matrix_jobs(tensors, config)]
+    done: dict[str, Any] = {}
+    for count, (label, (tiles, bias)) in enumerate(weights.ahead(jobs)):
+        done[label] = upload_tiles(gpu, tiles, label, bias)
+        if progress:
+            progress(count + 1, len(jobs))
+    for name in weights.norm_names(config):
+        done[name] = gpu.upload_image(small(tensors[name]).reshape(1, -1, 4), name)
+    return weights.assemble(done, config)
+
+
+def tiled(job: Callable[[], tuple[list[Packed], Bias]], most: int) -> tuple[list[Packed], Bias]:
+    """A job's matrices in tiles, at most `most` rows each."""
+    packed, bias = job()
+    pieces = [slice_rows(p, start, min(start + most, p.n)) for p in packed for start in range(0, p.n, most)]
+    return [tile(piece) for piece in pieces], bias
+
+
+def upload_tiles(gpu: Gpu, tiles: Iterable[Packed], label: str, bias: Bias = None) -> Matrix:
+    parts: list[Part] = []
+    row0 = 0
+    for t in tiles:
+        image = gpu.upload_image(t.words, label)
+        parts.append(Tiles(row0, t.n, t.k, t.group, t.form, True, True, image, None))
+        row0 += t.n
+    return Matrix(row0, parts[0].k, tuple(parts), None if bias is None else gpu.upload(bias, f"{label}.bias"))
+
+
+class TiledTransformer(Transformer):
+    """The residual stream goes to and fro between two images: a kernel cannot read and write the same one."""
+
+    images: list[Any]  # per layer: a row per position, its keys and values
+    scored: Any  # [heads, capacity] scores of one token
+
+    def activations(self) -> None:
+        gpu, c, rows = self.gpu, self.config, self.chunk
+        self.dispatches: dict[int, list[Dispatch]] = {}
+        self.x = gpu.image(c.dim // 4, rows, "x")  # [m, dim] residual stream, into a layer and out of it
+        self.mid = gpu.image(c.dim // 4, rows, "mid")  # [m, dim] between attention and feed forward
+        self.h = gpu.image(max(c.dim, c.heads * c.head_dim) // 4, rows, "h")  # [m, dim] normalised; attended
+        self.q = gpu.image(c.heads * c.head_dim // 4, rows, "q")  # [m, heads, head_dim] rotated queries
+        self.act = gpu.image(c.ffn_dim // 4, rows, "act")  # [m, ffn] silu(gate) * up
+
+    def reserve(self, context: int) -> None:
+        if context <= self.capacity:
+            return
+        if context > MOST:
+            raise DoesNotFit(f"a context of {context} is more than a CPU adapter can do", f"use -c {MOST} or less")
+        c, gpu, old = self.config, self.gpu, self.capacity
+        capacity = -(-context // 4) * 4  # a texel of `scored` holds 4 positions
+        row = 2 * c.kv_heads * c.head_dim // 4
+        size = -(-capacity // FOLD) * row, min(capacity, FOLD)
+        images = [gpu.image(*size, f"cache {i}") for i in range(c.layers)]
+        if old:
+            self.copy_images(self.images, images)
+            gpu.free(*self.images, self.rope, self.scored)
+        self.images = images
+        self.scored = gpu.image(min(capacity // 4, FOLD), -(-capacity // 4 // FOLD) * c.heads, "scored")
+        self.rope = gpu.upload(rope_table(c, self.freq_factors, capacity), "rope")  # [capacity, rope_dims/2, 2]
+        self.capacity = capacity
+        self.plans.clear()
+        self.dispatches.clear()
+
+    def copy_images(self, before: list[Any], after: list[Any]) -> None:
+        encoder = self.gpu.device.create_command_encoder()
+        for source, target in zip(before, after, strict=True):
+            size = (source.width, source.height, 1)
+            encoder.copy_texture_to_texture({"texture": source}, {"texture": target}, size)
+        self.gpu.device.queue.submit([encoder.finish()])
+
+    # Plans
+
+    def plan(self, m: int, pos: int = 0, embed: bool = True) -> Plan:
+        """One plan takes any number of tokens above one. For one token the grids are fixed; when the context
+        has doubled, there is another plan."""
+        m = min(m, 2)
+        groups = 0
+        if m == 1:
+            scores = self.attention_route(routes.ATTEND_IMAGE, m)
+            groups, _, _ = scores.grid(self.heads, ops.settings(scores), self.gpu.caps, m, pos)
+        if ("plan", m, groups) not in self.plans:
+            if m not in self.dispatches:
+                self.dispatches[m] = [*self.body(m), *self.head()]
+            fix = partial(fixed, pos=pos) if m == 1 else lambda dispatch: dispatch
+            self.plans["plan", m, groups] = Plan([fix(dispatch) for dispatch in self.dispatches[m]])
+        return self.plans["plan", m, groups]
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.config.heads, self.config.kv_heads, self.config.head_dim)
+
+    def attention_route(self, table: tuple[Route, ...], m: int) -> Route:
+        return routes.pick(table, self.heads, m, self.gpu.caps)
+
+    def body(self, m: int, splits: int = 1, embed: bool = True) -> list[Dispatch]:
+        dispatches = ops.embed(self.gpu, self.tokens, self.weights.token_embd, self.x, m, routes.EMBED_IMAGE)
+        for layer, image in zip(self.weights.layers, self.images, strict=True):
+            dispatches += self.layer(layer, image, m)
+        return dispatches
+
+    def layer(self, layer: Layer, cache: Any, m: int) -> list[Dispatch]:
+        c = self.config
+        shape: dict[str, Const] = {"HEADS": c.heads, "KV_HEADS": c.kv_heads, "HEAD_DIM": c.head_dim}
+        to_qkv = Out("image_qkv", {"y": self.q, "cache": cache, "rope": self.rope}, shape | {"ROPE_DIMS": c.rope_dims})
+        return [
+            self.normalise(self.x, layer.attn_norm, m),
+            *self.linear(self.h, layer.qkv, m, to_qkv),
+            *self.attend_image(cache, m, shape),
+            *self.linear(self.h, layer.attn_output, m, Out("image_add", {"base": self.x, "y": self.mid})),
+            self.normalise(self.mid, layer.ffn_norm, m),
+            *self.feed_forward(layer, m),
+            *self.linear(self.act, layer.ffn_down, m, Out("image_add", {"base": self.mid, "y": self.x})),
+        ]
+
+    def head(self) -> list[Dispatch]:
+        """From the last row to its logits and the largest of every run of them."""
+        gpu, matrix = self.gpu, self.weights.output
+        grid = -(-ops.chunks(matrix.n) // constants("argmax")["WORKGROUP"]), 1, 1
+        buffers = {"logits": self.logits, "best": self.best}
+        return [
+            self.normalise(self.x, self.weights.output_norm, 1, last=True),
+            *self.linear(self.h, matrix, 1, Out("image_store", {"y": self.logits}, {"WIDTH": matrix.n})),
+            gpu.dispatch("argmax", (), {"VOCAB": matrix.n}, buffers, grid),
+        ]
+
+    def linear(self, x: Any, matrix: Matrix, m: int, out: Out) -> list[Dispatch]:
+        out = replace(out, consts=out.consts | {"BIAS": matrix.bias is not None})
+        return ops.linear(self.gpu, x, matrix, m, out, self.step, table=routes.LINEAR_IMAGE)
+
+    def normalise(self, x: Any, weight: Any, m: int, last: bool = False) -> Dispatch:
+        gpu, c, table = self.gpu, self.config, routes.NORM_IMAGE
+        return ops.rms_norm(gpu, x, weight, self.h, c.dim, c.norm_eps, m, self.step, last, table)
+
+    def attend_image(self, cache: Any, m: int, shape: dict[str, Const]) -> list[Dispatch]:
+        shape = shape | {"WINDOW": self.config.sliding_window}
+
+        def attend(route: Route, x: Any, y: Any, consts: dict[str, Const]) -> Dispatch:
+            buffers = {"x": x, "cache": cache, "y": y, "step": self.step}
+            grid = partial(route.grid, self.heads, ops.settings(route), self.gpu.caps)
+            return self.gpu.dispatch(route.kernel, (), consts, buffers, grid)
+
+        first = self.attention_route(routes.ATTEND_IMAGE, m)
+        scaled = shape | {"SCALE": self.config.attn_scale}
+        if m > 1:
+            return [attend(first, self.q, self.h, scaled)]
+        last = self.attention_route(routes.VALUES_IMAGE, m)
+        return [attend(first, self.q, self.scored, scaled), attend(last, self.scored, self.h, shape)]
+
+    def feed_forward(self, layer: Layer, m: int) -> list[Dispatch]:
+        if len(layer.gate_up) == 1:
+            return self.linear(self.h, layer.gate_up[0], m, Out("image_swiglu", {"y": self.act}))
+        gpu, width, route = self.gpu, self.config.ffn_dim, routes.SILU_MUL_IMAGE[0]
+        if not hasattr(self, "gate"):  # only for files that need them
+            self.gate, self.up = (gpu.image(width // 4, self.chunk, name) for name in ("gate", "up"))
+        gate, up = layer.gate_up
+        images = {"y": self.act, "gate": self.gate, "up": self.up}
+        return [
+            *self.linear(self.h, gate, m, Out("image_put", {"y": self.gate})),
+            *self.linear(self.h, up, m, Out("image_put", {"y": self.up})),
+            gpu.dispatch(route.kernel, (), {"WIDTH": width}, images, ops.at(gpu, route, width, m)),
+        ]
+
+    def choose(self, drawn: bool = False) -> Plan:
+        if ("choose", drawn) not in self.plans:
+            vocab = self.config.vocab
+            consts: dict[str, Const] = {"CANDIDATES": ops.chunks(vocab), "RING": RING}
+            buffers = {"best": self.best, "tokens": self.tokens, "ring": self.ring, "step": self.step}
+            if drawn:
+                consts["VOCAB"] = vocab
+                buffers |= {"logits": self.logits, "sampling": self.sampling}
+            kernel = "sample" if drawn else "pick"
+            found = self.gpu.dispatch(kernel, ("next_none",), consts, buffers, (1, 1, 1))
+            self.plans["choose", drawn] = Plan([found])
+        return self.plans["choose", drawn]
+
+    def scoring_plan(self, m: int) -> Plan:
+        if ("score", m) not in self.plans:
+            c, gpu, head = self.config, self.gpu, self.weights.output
+            logits = gpu.zeros(m * c.vocab * 4, "all logits")  # [m, vocab]
+            norm = self.normalise(self.x, self.weights.output_norm, m)
+            rows = self.linear(self.h, head, m, Out("image_store", {"y": logits}, {"WIDTH": head.n}))
+            scores = ops.log_prob(gpu, logits, self.targets, self.scores, c.vocab)
+            self.plans["score", m] = Plan([*self.body(m), norm, *rows, scores])
+        return self.plans["score", m]
+
+    def steps(self, pos: int, count: int, choose: Plan) -> list[Step]:
+        return [step for p in range(pos, pos + count) for step in ((self.plan(1, p), 1, p), (choose, 1, p))]
+
+
+def fixed(dispatch: Dispatch, pos: int) -> Dispatch:
+    """For one token at `pos`."""
+    return replace(dispatch, grid=dispatch.grid(1, pos)) if callable(dispatch.grid) else dispatch

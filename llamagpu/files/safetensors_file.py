@@ -1,0 +1,104 @@
+"""Reads safetensors: a JSON header that gives every array's type, shape and place, then the bytes.
+Nothing in the header is trusted: sizes and offsets are checked before memory is taken for them."""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamagpu.errors import BadFile, Unsupported
+from llamagpu.files.gguf_file import AGAIN, show
+
+# BF16 is the upper half of an f32: its bits, as numpy has no such type
+DTYPES = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
+    "I8": "i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
+}  # fmt: skip
+MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An array in a file; nothing of it is in memory until it is read."""
+
+    path: Path
+    name: str
+    dtype: str  # a key of DTYPES
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
+
+    def read(self, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """Rows start .. stop, or all of it. Read, not mapped: mapped pages would count as our memory."""
+        stop = self.shape[0] if stop is None else stop
+        row = math.prod(self.shape[1:])
+        dtype = np.dtype(DTYPES[self.dtype])
+        count, offset = (stop - start) * row, self.offset + start * row * dtype.itemsize
+        try:
+            values = np.fromfile(self.path, dtype, count, offset=offset)
+        except OSError as error:
+            raise BadFile(f"{self.path}: cannot be read: {error.strerror}", "Check the disk.") from error
+        if values.size != count:
+            raise BadFile(f"{self.path}: was cut short while it was being read", AGAIN)
+        return values.reshape(stop - start, *self.shape[1:])
+
+
+def widen(values: NDArray[Any]) -> NDArray[np.float32]:
+    """F16, BF16 (as u16), F32 or F64 -> f32."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(over="ignore"):  # an f64 too large becomes inf, which is refused later
+        return values.astype(np.float32, copy=False)
+
+
+def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The arrays by name, and the file's own notes (__metadata__)."""
+
+    def bad(cause: str) -> BadFile:
+        return BadFile(f"{path}: {cause}", AGAIN)
+
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+            if length > min(size - 8, MAX_HEADER_BYTES):
+                raise bad("not safetensors, or cut short: its header does not fit")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise BadFile(f"{path}: {error.strerror}", "Check the path and its permissions.") from error
+    except (ValueError, RecursionError):
+        raise bad("not safetensors: its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise bad("not safetensors: its header is no JSON object")
+    notes = header.pop("__metadata__", {})
+    if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
+        raise bad("its notes (__metadata__) are not text")
+    base = 8 + length
+    return {name: _stored(path, name, entry, base, size) for name, entry in header.items()}, notes
+
+
+def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Stored:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+    except (KeyError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise BadFile(f"{path}: the header's entry for {show(name)} is damaged", AGAIN)
+    if dtype not in DTYPES:
+        raise Unsupported(
+            f"{path}: tensor {show(name)} is {show(dtype)}, which is not supported",
+            "F32, F16, BF16 and the 4-bit AWQ and GPTQ formats work.",
+        )
+    stored = Stored(path, name, dtype, shape, base + start)
+    if stop - start != stored.nbytes or base + stop > size:
+        raise BadFile(f"{path}: tensor {show(name)} does not fit its place in the file", AGAIN)
+    return stored

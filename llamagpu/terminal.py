@@ -1,0 +1,135 @@
+"""What the commands read and write. stdout carries the answer alone; all else goes to stderr."""
+
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llamagpu.errors import LlamaGpuError
+
+
+class Usage(LlamaGpuError):
+    """The command line asks for what cannot be."""
+
+    exit_code = 2
+
+
+class Interrupted(LlamaGpuError):
+    """Ctrl-C."""
+
+    exit_code = 130
+
+
+class PipeClosed(LlamaGpuError):
+    """Nobody reads stdout any more: nothing to say, and nobody to say it to."""
+
+    exit_code = 141  # as a shell shows a process that SIGPIPE ended
+
+
+def out(data: str | bytes) -> None:
+    """To stdout, at once."""
+    if sys.stdout is None:  # closed by whoever started this
+        raise PipeClosed("")
+    try:
+        if isinstance(data, bytes):
+            sys.stdout.buffer.write(data)
+        else:
+            sys.stdout.write(data)
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer must not be tried again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno in (errno.EPIPE, errno.EINVAL):  # EINVAL: Windows
+            raise PipeClosed("") from None
+        raise LlamaGpuError(f"cannot write to stdout: {error.strerror}", "check the disk") from error
+
+
+def note(text: str) -> None:
+    """A line on stderr, over what a progress line may have left there."""
+    if sys.stderr is not None:
+        print(("\r\033[K" if on_terminal() else "") + text, file=sys.stderr, flush=True)
+
+
+def on_terminal() -> bool:
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def bar(label: str, quiet: bool, check: Callable[[], None]) -> Callable[[int, int], None]:
+    """A progress line on stderr: on a terminal, after half a second. It is also where Ctrl-C acts."""
+    shown = not quiet and sys.stderr is not None and on_terminal()
+    started = time.perf_counter()
+
+    def show(done: int, total: int) -> None:
+        check()
+        if shown and time.perf_counter() - started > 0.5:
+            sys.stderr.write("\r\033[K" if done == total else f"\r\033[K{label} {done}/{total}")
+            sys.stderr.flush()
+
+    return show
+
+
+def read_text(prompt: str | None, file: str | None) -> str:
+    """The text, byte for byte: -p TEXT, -f FILE, or standard input when it is piped or asked for with -."""
+    if prompt is not None and file is not None:
+        raise Usage("both -p and -f are given", "one of them says where the text comes from")
+    if prompt is not None and prompt != "-":
+        return prompt
+    if file is not None and file != "-":
+        try:
+            raw = Path(file).read_bytes()
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            reason = getattr(error, "strerror", None) or error
+            raise LlamaGpuError(f"{file}: {reason}", "check the name given with -f") from error
+        return raw.decode("utf-8", "surrogateescape")
+    asked = prompt is not None or file is not None
+    raw = b"" if sys.stdin is None or (sys.stdin.isatty() and not asked) else sys.stdin.buffer.read()
+    if not raw and not asked:
+        raise Usage("there is no text", "give it with -p TEXT or -f FILE, or pipe it in")
+    return raw.decode("utf-8", "surrogateescape")
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], None]]:
+    """In here Ctrl-C is noted, and raised as Interrupted by the next call of what this gives.
+
+    Python would raise it wherever it happens to be, and in a callback of wgpu it would get lost, with the
+    wait for the callback going on for ever. The second Ctrl-C ends the process from a thread of its own: the
+    main one may be waiting for the GPU.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored: in the background
+        yield lambda: None
+        return
+    pressed = threading.Event()
+    reader, writer = os.pipe()
+    if os.name != "nt":
+        os.set_blocking(writer, False)
+
+    def watch() -> None:
+        count = 0
+        while number := os.read(reader, 1)[0]:
+            count += number == signal.SIGINT
+            if count == 2:
+                os._exit(Interrupted.exit_code)
+
+    def check() -> None:
+        if pressed.is_set():
+            raise Interrupted("interrupted")
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    signal.signal(signal.SIGINT, lambda *_: pressed.set())
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield check
+    finally:
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(writer, b"\0")
+        watcher.join()
+        os.close(reader)
+        os.close(writer)

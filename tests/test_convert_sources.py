@@ -1,0 +1,509 @@
+"""What can be converted: Hugging Face folders, AWQ and GPTQ, llama2.c, tokenizers. Weights and ids must be exact."""
+
+import hashlib
+import http.server
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, shared_data
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from gguf_builder import spm_vocab
+from hf_builder import (
+    LLAMA3_SPLIT,
+    bpe_json,
+    byte_level,
+    four_bit,
+    hf_config,
+    hf_folder,
+    hf_weights,
+    split,
+    spm_model,
+    write_safetensors,
+)
+from reference import Reference, assert_close
+
+from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
+from llamagpu.files.gguf_file import GgufFile
+from llamagpu.files.packed_file import PackedFile
+from llamagpu.files.repack import dequantize as dequantize_packed
+from llamagpu.files.tokenizer import Tokenizer
+from llamagpu.tools.convert import vocab
+from llamagpu.tools.convert.convert import convert, open_source, plan
+
+IDS = [1, 70, 5, 280, 33, 9]
+
+
+def converted(folder: Path, to: str | None = "f16", keep_output: str = "f16", **options) -> GgufFile:
+    source = open_source(str(folder))
+    chosen = plan(source, to, keep_output)
+    out = folder / f"out-{to}{'.safetensors' if chosen.packed else '.gguf'}"
+    report = convert(source, out, chosen, **options)
+    file = PackedFile(out) if chosen.packed else GgufFile(out)
+    file.report = report
+    return file
+
+
+def values(file: GgufFile, name: str) -> np.ndarray:
+    tensor = file.tensors[name]
+    return dequantize(tensor.data, GGMLQuantizationType[tensor.kind]).reshape(tensor.shape)
+
+
+def logits(file: GgufFile) -> np.ndarray:
+    return Reference(file, exact=True).forward(IDS)
+
+
+# Hugging Face
+
+
+@pytest.mark.parametrize(("dtype", "shards"), [(None, 1), ("BF16", 3)])
+def test_weights_come_over_unchanged(tmp_path, dtype, shards):
+    config = hf_config()
+    weights = hf_weights(config)
+    if dtype:  # what bf16 can hold
+        weights = {k: (v.view(np.uint32) & 0xFFFF0000).view(np.float32) for k, v in weights.items()}
+    file = converted(hf_folder(tmp_path / "m", config, weights, dtype, shards))
+    assert len(file.tensors) == len(weights)
+    assert np.array_equal(values(file, "blk.1.ffn_down.weight"), weights["model.layers.1.mlp.down_proj.weight"])
+    assert np.array_equal(values(file, "output.weight"), weights["lm_head.weight"])
+    assert np.array_equal(values(file, "output_norm.weight"), weights["model.norm.weight"])
+    assert file.tensors["output_norm.weight"].kind == "F32"
+    # llama.cpp's order: of each head of 16 the rows 0, 8, 1, 9, ...
+    q = weights["model.layers.0.self_attn.q_proj.weight"].reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)
+    assert np.array_equal(values(file, "blk.0.attn_q.weight"), q)
+    k = weights["model.layers.0.self_attn.k_proj.weight"].reshape(2, 2, 8, 64).swapaxes(1, 2).reshape(32, 64)
+    assert np.array_equal(values(file, "blk.0.attn_k.weight"), k)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rope_order_gives_the_same_model(tmp_path, tied):
+    """The same weights as llama (rows reordered, neighbours turn) and as qwen2 (not reordered, halves turn)."""
+    found = {}
+    for arch in ("llama", "mistral", "qwen2"):
+        config = hf_config(model_type=arch, tie_word_embeddings=tied)
+        weights = hf_weights(config, biases=True)
+        found[arch] = logits(converted(hf_folder(tmp_path / arch, config, weights)))
+    assert_close(found["llama"], found["qwen2"], 1e-25, 1e-12)
+    assert np.array_equal(found["llama"], found["mistral"])
+
+
+def test_metadata(tmp_path):
+    from gguf import GGUFReader
+
+    config = hf_config(head_dim=32, sliding_window=128)
+    file = converted(hf_folder(tmp_path / "Tiny-Model", config, hf_weights(config)), "q4_0", "q8_0")
+    expected = {
+        "general.architecture": "llama", "general.type": "model", "general.name": "Tiny-Model",
+        "llama.block_count": 2, "llama.context_length": 256, "llama.embedding_length": 64,
+        "llama.feed_forward_length": 96, "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2,
+        "llama.attention.key_length": 32, "llama.attention.value_length": 32, "llama.rope.dimension_count": 32,
+        "llama.rope.freq_base": 10000.0, "llama.attention.sliding_window": 128, "llama.vocab_size": 288,
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": "{{ messages }}", "general.file_type": 2, "general.quantization_version": 2,
+    }  # fmt: skip
+    assert {key: file.metadata.get(key) for key in expected} == expected
+    kinds = {name: t.kind for name, t in file.tensors.items()}
+    assert kinds["token_embd.weight"] == kinds["output.weight"] == "Q8_0" and kinds["blk.0.attn_v.weight"] == "Q4_0"
+    reader = GGUFReader(file.path)  # the other implementation: types and offsets
+    assert {t.name: (t.tensor_type.name, bytes(t.data.tobytes())) for t in reader.tensors} == {
+        name: (t.kind, t.data.tobytes()) for name, t in file.tensors.items()
+    }
+    types = {name: [kind.name for kind in field.types] for name, field in reader.fields.items()}
+    assert types["llama.block_count"] == types["tokenizer.ggml.bos_token_id"] == ["UINT32"]
+    assert types["llama.rope.freq_base"] == ["FLOAT32"] and types["tokenizer.ggml.add_bos_token"] == ["BOOL"]
+    assert types["tokenizer.ggml.token_type"] == ["ARRAY", "INT32"]
+
+
+def test_rope_scaling(tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64}  # fmt: skip
+    config = hf_config(rope_scaling=scaling, head_dim=32)
+    file = converted(hf_folder(tmp_path / "llama3", config, hf_weights(config)))
+    for i, factor in enumerate(values(file, "rope_freqs.weight")):
+        wavelength = 2 * math.pi * 10000.0 ** (2 * i / 32)
+        smooth = (64 / wavelength - 1) / 3
+        wanted = 1 if wavelength < 16 else 8 if wavelength > 64 else 1 / ((1 - smooth) / 8 + smooth)
+        assert factor == pytest.approx(wanted, rel=1e-6)
+    config = hf_config(rope_scaling={"type": "linear", "factor": 2})
+    file = converted(hf_folder(tmp_path / "linear", config, hf_weights(config)))
+    assert file.metadata["llama.rope.scaling.type"] == "linear" and file.metadata["llama.rope.scaling.factor"] == 2.0
+    yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64,
+            "attention_factor": 1.5, "beta_fast": 16}  # fmt: skip
+    config = hf_config(rope_parameters=yarn)
+    keys = converted(hf_folder(tmp_path / "yarn", config, hf_weights(config))).metadata
+    assert keys["llama.rope.freq_base"] == 5e5 and keys["llama.rope.scaling.original_context_length"] == 64
+    assert keys["llama.rope.scaling.yarn_beta_fast"] == 16.0
+    assert keys["llama.rope.scaling.attn_factor"] == pytest.approx(1.5 / (1 + 0.1 * math.log(4)))
+
+
+def fails(folder: Path, *words: str) -> LlamaGpuError:
+    with pytest.raises(LlamaGpuError) as caught:
+        open_source(str(folder))
+    assert all(word in caught.value.cause for word in words), caught.value.cause
+    assert caught.value.remedy
+    return caught.value
+
+
+def test_bad_folders(tmp_path):
+    config = hf_config()
+    weights = hf_weights(config)
+    folder = tmp_path / "m"
+
+    def make(drop: str = "", shape: str = "", shards: int = 1, **changes) -> Path:
+        kept = {k: v[1:] if k == shape else v for k, v in weights.items() if k != drop}
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+        return hf_folder(folder, config | changes, kept, shards=shards)
+
+    name = "model.layers.1.mlp.up_proj.weight"
+    fails(make(drop=name), "missing tensors", "blk.1.ffn_up.weight")
+    fails(make(shape=name), "blk.1.ffn_up.weight", "[95, 64]", "[96, 64]")
+    fails(make(drop="lm_head.weight"), "lm_head.weight")
+    fails(make(hidden_size="64"), "hidden_size")
+    yarn = {"type": "yarn", "factor": 0, "attention_factor": 1.5}
+    for changes in ({"model_type": ["llama"]}, {"partial_rotary_factor": "a"}, {"rope_scaling": yarn}):
+        fails(make(**changes), "config.json")
+    assert fails(make(model_type="mixtral"), "mixtral").exit_code == 4
+    assert fails(make(hidden_act="gelu"), "gelu").exit_code == 4
+    assert fails(make(rope_scaling={"type": "dynamic", "factor": 2.0}), "dynamic").exit_code == 4
+    assert fails(make(quantization_config={"quant_method": "bitsandbytes"}), "bitsandbytes").exit_code == 4
+    make(shards=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    fails(folder, "1 of 3 shards missing", "00002")
+    make()
+    weights["model.layers.0.self_attn.q_norm.weight"] = np.ones(16, np.float32)
+    assert fails(make(), "q_norm").exit_code == 4
+    (folder / "model.safetensors").unlink()
+    fails(folder, "no .safetensors")
+    (folder / "config.json").write_text("{")
+    fails(folder, "config.json", "JSON")
+    (folder / "config.json").unlink()
+    fails(folder, "no config.json")
+
+
+ENTRIES = (
+    '{"dtype":"F32","shape":[2],"data_offsets":[0,80]}', '{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}',
+    '{"dtype":"F32","shape":[2],"data_offsets":[8,16]}', '{"dtype":"F32","shape":2,"data_offsets":[0,8]}',
+    '{"dtype":"F8_E4M3","shape":[8],"data_offsets":[0,8]}', '{"shape":[2]}', "3",
+)  # fmt: skip
+HEADERS = [b"nope", b"[]", *(f'{{"x":{entry}}}'.encode() for entry in ENTRIES)]
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xff" * 8, *(struct.pack("<Q", len(h)) + h + bytes(8) for h in HEADERS)])
+def test_hostile_safetensors(tmp_path, raw):
+    folder = hf_folder(tmp_path / "m", hf_config(), {})
+    (folder / "model.safetensors").write_bytes(raw)
+    fails(folder, "model.safetensors")
+
+
+# AWQ and GPTQ
+
+
+def quantised(
+    folder: Path, method: str, zeros: str, group: int = 32, order: bool = False, less: int = 1, **extra
+) -> tuple[Path, dict]:
+    settings = {"quant_method": method, "bits": 4, "group_size": group}
+    config = hf_config(intermediate_size=128, quantization_config=settings | extra)
+    packed, meant = four_bit(hf_weights(config), method, group, zeros, order, less)
+    return hf_folder(folder, config, packed), meant
+
+
+def same_weights(file: GgufFile, meant: dict[str, np.ndarray]) -> None:
+    want = meant["model.layers.1.mlp.gate_proj.weight"]
+    assert np.array_equal(values(file, "blk.1.ffn_gate.weight"), want)
+    k = meant["model.layers.0.self_attn.k_proj.weight"].reshape(2, 2, 8, 64).swapaxes(1, 2).reshape(32, 64)
+    assert np.array_equal(values(file, "blk.0.attn_k.weight"), k)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize(("zeros", "kind"), [("8", "Q4_0"), ("even", "Q4_1")])
+def test_four_bit_exact_in_gguf(tmp_path, method, zeros, kind):
+    folder, meant = quantised(tmp_path / "m", method, zeros)
+    file = converted(folder, None)
+    assert isinstance(file, GgufFile) and file.tensors["blk.0.ffn_up.weight"].kind == kind
+    same_weights(file, meant)
+    assert file.report.nmse < 1e-6  # of the embeddings
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize("group", [32, 64, -1])
+def test_four_bit_exact_in_packed(tmp_path, method, group):
+    """Zero points whose product with the scale f16 cannot hold."""
+    folder, meant = quantised(tmp_path / "m", method, "any", group)
+    file = converted(folder, None)
+    assert isinstance(file, PackedFile) and "packed" in file.report.notes[0]
+    (down,), _ = file.matrix("blk.1.ffn_down", 64, 128)
+    assert down.scales.dtype == np.float32 and down.group == 32
+    assert np.array_equal(dequantize_packed(down), meant["model.layers.1.mlp.down_proj.weight"])
+    (joined,), _ = file.matrix("blk.1.gate_up", 256, 64)
+    assert np.array_equal(dequantize_packed(joined)[1::2], meant["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_gptq_second_format(tmp_path):
+    """Its zero points are stored as they are."""
+    folder, meant = quantised(tmp_path / "m", "gptq", "even", less=0, checkpoint_format="gptq_v2")
+    same_weights(converted(folder, None), meant)
+
+
+def test_offsets_rounded_when_asked(tmp_path):
+    folder, meant = quantised(tmp_path / "m", "awq", "any")
+    file = converted(folder, "q4_1")
+    assert isinstance(file, GgufFile) and "rounded to f16" in file.report.notes[0]
+    want = meant["model.layers.1.mlp.gate_proj.weight"]
+    assert_close(values(file, "blk.1.ffn_gate.weight"), want, 1e-6, 1e-3)
+    assert 0 < next(t.nmse for t in file.report.tensors if t.name == "blk.1.ffn_gate.weight") < 1e-6
+
+
+def test_act_order(tmp_path):
+    folder, meant = quantised(tmp_path / "m", "gptq", "any", order=True, desc_act=True)
+    for to in (None, "packed", "q4_0"):
+        with pytest.raises(Unsupported, match="act-order"):
+            converted(folder, to)
+    file = converted(folder, "f16")  # dequantised, each weight with its own group
+    same = meant["model.layers.1.mlp.gate_proj.weight"].astype(np.float16)
+    assert np.array_equal(values(file, "blk.1.ffn_gate.weight"), same)
+
+
+def test_bad_four_bit(tmp_path):
+    assert fails(quantised(tmp_path / "a", "awq", "8", bits=3)[0], "3 bits").exit_code == 4
+    assert fails(quantised(tmp_path / "b", "awq", "8", version="gemv")[0], "gemv").exit_code == 4
+    folder, _ = quantised(tmp_path / "c", "awq", "8")
+    config = json.loads((folder / "config.json").read_text())
+    packed, _ = four_bit(hf_weights(config), "awq", 32, "8")
+    del packed["model.layers.0.mlp.up_proj.scales"]
+    write_safetensors(folder / "model.safetensors", packed)
+    fails(folder, "missing", "up_proj.scales")
+    packed["model.layers.0.mlp.up_proj.scales"] = np.ones((4, 128), np.float16)
+    write_safetensors(folder / "model.safetensors", packed)
+    fails(folder, "up_proj", "does not fit")
+
+
+# llama2.c
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama2c(tmp_path, tied):
+    """The model written as llama2.c's export does, read back, and compared with the GGUF it came from."""
+    original = GgufFile(shared_data("tiny/stories260K-f32.gguf"))
+    m, t = original.metadata, original.tensors
+    sizes = [m[f"llama.{k}"] for k in ("embedding_length", "feed_forward_length", "block_count")]
+    sizes += [m["llama.attention.head_count"], m["llama.attention.head_count_kv"], 512 if tied else -512, 512]
+    layer = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_down", "ffn_up"]
+    names = ["token_embd", *(f"blk.{i}.{part}" for part in layer for i in range(5)), "output_norm"]
+    raw = struct.pack("<7i", *sizes) + b"".join(t[f"{name}.weight"].data.tobytes() for name in names)
+    raw += bytes(2 * 4 * 512 * 4) + (b"" if tied else t["token_embd.weight"].data.tobytes())
+    (tmp_path / "stories.bin").write_bytes(raw)
+    with pytest.raises(BadFile, match=r"tokenizer\.bin"):
+        open_source(str(tmp_path / "stories.bin"))
+    tokens, scores = m["tokenizer.ggml.tokens"], m["tokenizer.ggml.scores"]
+    texts = [text.replace("\u2581", " ").encode() for text in tokens]
+    entries = (struct.pack("<fi", score, len(text)) + text for text, score in zip(texts, scores, strict=True))
+    (tmp_path / "tokenizer.bin").write_bytes(struct.pack("<i", 27) + b"".join(entries))
+    source = open_source(str(tmp_path / "stories.bin"))
+    chosen = plan(source, "f16")
+    convert(source, tmp_path / "out.gguf", chosen)
+    file = GgufFile(tmp_path / "out.gguf")
+    assert ("output.weight" in file.tensors) is not tied
+    for name in t:
+        kept = values(original, name) if len(t[name].shape) == 1 else values(original, name).astype(np.float16)
+        assert np.array_equal(values(file, name), kept), name
+    assert file.metadata["tokenizer.ggml.tokens"] == tokens
+    assert np.array_equal(file.metadata["tokenizer.ggml.token_type"], m["tokenizer.ggml.token_type"])
+    text = "Once upon a time, there was a little dog."
+    assert Tokenizer.from_gguf(file.metadata).encode(text) == Tokenizer.from_gguf(m).encode(text)
+    (tmp_path / "stories.bin").write_bytes(raw[: len(raw) // 2])
+    with pytest.raises(BadFile, match="promises"):
+        open_source(str(tmp_path / "stories.bin"))
+
+
+# Tokenizers
+
+
+DIGITS = {"type": "Digits", "individual_digits": True}
+BPE = {
+    "llama-bpe": ("llama-bpe", [split(LLAMA3_SPLIT), byte_level(False)], {"ignore_merges": True}),
+    "qwen2": ("qwen2", [split(LLAMA3_SPLIT.replace("{1,3}", "")), byte_level(False)], {}),
+    "gpt-2": ("gpt-2", [byte_level(True)], {}),
+    "refact": ("smollm", [DIGITS, byte_level(True)], {}),  # the same pattern under the name that Llamas have
+}
+
+
+@pytest.mark.parametrize("name", [*BPE])
+def test_tokenizer_json(tmp_path, name):
+    """Real vocabularies; the ids of llama.cpp's own test texts must come out."""
+    original = GgufFile(shared_data(f"vocab/ggml-vocab-{name}.gguf")).metadata
+    pre, splits, model = BPE[name]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(bpe_json(original, splits, **model)))
+    found = vocab.bpe(path, len(original["tokenizer.ggml.tokens"]))
+    assert found["tokenizer.ggml.pre"] == pre and found["tokenizer.ggml.model"] == "gpt2"
+    assert found["tokenizer.ggml.tokens"] == original["tokenizer.ggml.tokens"]
+    assert np.array_equal(found["tokenizer.ggml.token_type"], original["tokenizer.ggml.token_type"])
+    tokenizer = Tokenizer.from_gguf(found)
+    texts = shared_data(f"vocab/ggml-vocab-{name}.gguf.inp").read_text("utf-8").split("\n__ggml_vocab_test__\n")
+    wanted = shared_data(f"vocab/ggml-vocab-{name}.gguf.out").read_text().splitlines()
+    assert len(wanted) > 40
+    for text, ids in zip(texts, wanted, strict=False):  # a last, empty text has no line of ids
+        assert tokenizer.encode(text, bos=False, special=False) == [*map(int, ids.split())], text
+
+
+def test_unknown_pattern(tmp_path):
+    original = GgufFile(shared_data("vocab/ggml-vocab-gpt-2.gguf")).metadata
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(bpe_json(original, [split("[aeiou]"), byte_level(False)])))
+    with pytest.raises(Unsupported, match="splitting"):
+        vocab.bpe(path, 50257)
+
+
+def test_sentencepiece_both_ways(tmp_path):
+    """Llama 2's vocabulary as tokenizer.model, and as the BPE that tokenizer.json makes of it."""
+    original = GgufFile(shared_data("vocab/ggml-vocab-llama-spm.gguf")).metadata
+    (tmp_path / "tokenizer.model").write_bytes(spm_model(original))
+    (tmp_path / "added_tokens.json").write_text('{"<|pad|>": 32000, "<new>": 32001, "<beyond>": 32002}')
+    decoder = {"32000": {"content": "<|pad|>", "special": True}, "1": {"content": "<s>", "special": True}}
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "added_tokens_decoder": decoder}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}")
+    found = vocab.vocabulary(tmp_path, 32002, {})
+    assert found["tokenizer.ggml.tokens"] == [*original["tokenizer.ggml.tokens"], "<|pad|>", "<new>"]
+    assert found["tokenizer.ggml.token_type"].tolist() == [*original["tokenizer.ggml.token_type"], 3, 4]
+    assert np.array_equal(found["tokenizer.ggml.scores"][:32000], original["tokenizer.ggml.scores"])
+    assert found["tokenizer.ggml.eos_token_id"] == 2 and found["tokenizer.ggml.add_space_prefix"] is True
+    assert found["tokenizer.chat_template"] == "{{ bos_token }}"
+    wanted = Tokenizer.from_gguf(original).encode(vocab.CHECK)
+    assert Tokenizer.from_gguf(found).encode(vocab.CHECK) == wanted
+
+    (tmp_path / "tokenizer.model").unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spm_json(original)))
+    found = vocab.vocabulary(tmp_path, 32000, {})
+    assert found["tokenizer.ggml.model"] == "llama" and found["tokenizer.ggml.add_bos_token"] is True
+    assert found["tokenizer.ggml.token_type"].tolist() == original["tokenizer.ggml.token_type"].tolist()
+    assert Tokenizer.from_gguf(found).encode(vocab.CHECK) == wanted
+
+
+def spm_json(metadata: dict) -> dict:
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    known = {token: i for i, token in enumerate(tokens)}
+    merges = []  # every pair that makes a token, in the order of the tokens' scores
+    for i in np.argsort(-np.array(scores[259:]), kind="stable") + 259:
+        text = tokens[i]
+        merges += [f"{text[:j]} {text[j:]}" for j in range(1, len(text)) if text[:j] in known and text[j:] in known]
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    steps = [{"type": "Prepend", "prepend": "\u2581"}, replace]
+    specials = [{"id": i, "content": tokens[i], "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+                 "normalized": False} for i in range(3)]  # fmt: skip
+    return {
+        "version": "1.0", "added_tokens": specials, "normalizer": {"type": "Sequence", "normalizers": steps},
+        "model": {"type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True, "vocab": known,
+                  "merges": merges},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [(b"", "no tokens"), (b"\x0a\xff\xff\xff\xff\x0f", "cut short"), (b"\x80" * 20, "not a SentencePiece"),
+     (b"\x0b", "cut short"), (spm_model(spm_vocab(288), model_type=1), "not BPE")],
+)  # fmt: skip
+def test_damaged_sentencepiece(tmp_path, raw, message):
+    (tmp_path / "tokenizer.model").write_bytes(raw)
+    with pytest.raises(LlamaGpuError, match=message):
+        vocab.vocabulary(tmp_path, 288, {})
+
+
+def test_no_tokenizer(tmp_path):
+    with pytest.raises(BadFile, match="neither"):
+        vocab.vocabulary(tmp_path, 288, {})
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Unigram", "vocab": []}}')
+    with pytest.raises(Unsupported, match="Unigram"):
+        vocab.vocabulary(tmp_path, 288, {})
+
+
+# hf:user/repo
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Serves the folder `server.folder` as the repository u/r."""
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        if path.startswith("/api/models/u/r"):
+            files = {str(p.relative_to(self.server.folder)): p for p in self.server.folder.rglob("*.*")}
+            tree = [
+                {"type": "file", "path": n, "oid": hashlib.sha1(n.encode()).hexdigest(), "size": p.stat().st_size}
+                for n, p in files.items()
+            ]
+            info = {"id": "u/r", "sha": self.commit, "siblings": [{"rfilename": n} for n in files], "private": False}
+            body = json.dumps(tree if "/tree/" in path else info).encode()
+            return self.answer(200, body, {"Content-Type": "application/json"})
+        file = self.server.folder / path.split(f"/u/r/resolve/{self.commit}/")[-1].lstrip("/")
+        if not file.is_file():
+            return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+        self.server.seen.add(file.name)
+        body = file.read_bytes()
+        etag = hashlib.sha256(body).hexdigest()
+        return self.answer(200, body, {"ETag": f'"{etag}"', "X-Repo-Commit": self.commit})
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def answer(self, status, body, headers):
+        self.send_response(status)
+        for key, value in ({"Content-Length": str(len(body))} | headers).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+FETCH = """
+import sys
+from llamagpu.errors import LlamaGpuError
+from llamagpu.tools.convert.convert import open_source
+try:
+    source = open_source(sys.argv[1], progress=False)
+    print(source.name, len(source.tensors), source.metadata["tokenizer.chat_template"])
+except LlamaGpuError as error:
+    print("error", error.cause)
+"""
+
+
+def test_hub_repository(tmp_path):
+    config = hf_config()
+    weights = hf_weights(config)
+    folder = hf_folder(tmp_path / "repo", config, weights, shards=2)
+    for extra in ("original/model.safetensors", "consolidated.safetensors", "pytorch_model.bin"):
+        (folder / extra).parent.mkdir(exist_ok=True)
+        (folder / extra).write_bytes(b"the same weights once more")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.folder, server.seen = folder, set()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def fetch(spec: str, **env: str) -> str:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
+        clean |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "HF_HOME": str(tmp_path / "hf")}
+        command = [sys.executable, "-c", FETCH, spec]
+        run = subprocess.run(
+            command, env=clean | {"PYTHONPATH": str(ROOT)} | env, capture_output=True, text=True, timeout=100
+        )
+        assert run.returncode == 0, run.stderr
+        return run.stdout.strip()
+
+    assert fetch("hf:u/r") == f"r {len(weights)} {{{{ messages }}}}"
+    assert "model-00002-of-00002.safetensors" in server.seen
+    assert not server.seen & {"model.safetensors", "consolidated.safetensors", "pytorch_model.bin"}
+    assert fetch("hf:u/none").startswith("error there is no hf:u/none")
+    server.shutdown()
+    assert fetch("hf:u/r", HF_HUB_OFFLINE="1") == f"r {len(weights)} {{{{ messages }}}}"
+    assert fetch("hf:u/other", HF_HUB_OFFLINE="1").startswith("error")

@@ -1,0 +1,382 @@
+"""From a prompt to streamed text through the Python API: what is yielded, when it ends, what is kept."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from gguf_builder import tiny_llama, tiny_parts, write_gguf
+from test_hostile_files import MODEL, MUTATIONS
+from test_hostile_files import encode as encode_gguf
+
+import llamagpu
+from llamagpu.engine import selfcheck
+from llamagpu.errors import DoesNotFit, LlamaGpuError, NumericCheckFailed
+from llamagpu.files.gguf_file import GgufFile
+from llamagpu.files.tokenizer import Tokenizer
+
+pytest.importorskip("wgpu")
+from llamagpu import Llama, Sampling
+
+GREEDY = Sampling(temperature=0)
+VARIED = Sampling(temperature=3, top_k=0, top_p=1, min_p=0, seed=11)
+PROMPT = "the quick brown fox"
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[a]"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_llama(
+        tmp_path_factory.mktemp("model") / "tiny.gguf", metadata={"tokenizer.chat_template": TEMPLATE}
+    )
+
+
+@pytest.fixture(scope="module")
+def llama(path, gpu):
+    """Random weights: it never means to end, and says every token some time."""
+    return Llama(path, device=gpu)
+
+
+def text_of(llama, prompt=PROMPT, **options):
+    run = llama.generate(prompt, **{"max_tokens": 40, "sampling": GREEDY, "ignore_eos": True} | options)
+    tokens = list(run)
+    assert [token.id for token in tokens] == run.ids
+    assert "".join(token.text for token in tokens) == run.text
+    return run
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.5, seed=5)], ids=["greedy", "drawn"])
+def test_streamed_text_is_the_decoded_text(llama, sampling):
+    run = text_of(llama, max_tokens=120, sampling=sampling)
+    tokenizer = llama.tokenizer
+    shown = [id for id in run.ids if not tokenizer.is_control(id)]
+    before = tokenizer.decode([*run.prompt_ids, *shown], special=False)
+    assert before == tokenizer.decode(run.prompt_ids, special=False) + run.text
+    assert len(run.ids) == 120 and run.finish_reason == "length"
+    assert "\ufffd" in run.text  # a random model says bytes of no character, and they come out too
+
+
+def test_prompt_as_ids_is_prompt_as_text(llama):
+    ids = llama.tokenizer.encode(PROMPT)
+    assert text_of(llama, ids).ids == text_of(llama, PROMPT).ids
+
+
+def test_same_seed_same_text(llama):
+    def drawn(seed):
+        return text_of(llama, sampling=Sampling(temperature=1.2, seed=seed)).text
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+
+
+def test_stop_strings(llama):
+    """Cut out of any place of the text, so that they begin and end inside tokens and span several."""
+    whole = text_of(llama, sampling=VARIED).text
+    for start in range(0, len(whole) - 5, 3):
+        stop = whole[start : start + 5]
+        run = text_of(llama, stop=[stop, "never said"], sampling=VARIED)
+        assert run.text == whole[: whole.index(stop)] and run.finish_reason == "stop"
+        assert len(run.ids) < 40 or start + 8 > len(whole)
+
+
+def test_of_two_stop_strings_the_one_that_is_whole_first(llama):
+    whole = text_of(llama, sampling=VARIED).text
+    for stops, end in (((whole[9:14], whole[5:9]), 5), ((whole[9:14], whole[5:30]), 9)):
+        assert all(whole.count(stop) == 1 for stop in stops)
+        assert text_of(llama, stop=stops, sampling=VARIED).text == whole[:end]
+
+
+def test_what_looks_like_a_stop_string_but_is_none_comes_out(llama):
+    whole = text_of(llama).text
+    assert text_of(llama, stop=[whole[5:9] + "\0", whole[-3:] + "more", ""]).text == whole
+
+
+def test_the_end_token_ends(path, tmp_path, gpu):
+    """The token that the model says tenth is made its end token."""
+    with Llama(path, device=gpu) as llama:
+        ids = text_of(llama).ids
+    tenth = next(id for id in ids[9:] if id not in ids[:9] and id > 2)
+    keys, tensors = tiny_parts(metadata={"tokenizer.ggml.eos_token_id": tenth})
+    with Llama(write_gguf(tmp_path / "end.gguf", keys, tensors), device=gpu) as llama:
+        run = text_of(llama, ignore_eos=False)
+        assert run.ids == ids[: ids.index(tenth) + 1] and run.finish_reason == "stop"
+        ended = llama.tokenizer.decode([*run.prompt_ids, *run.ids[:-1]], special=False)
+        assert ended == PROMPT + run.text
+        assert text_of(llama).ids == ids  # --ignore-eos
+
+
+def test_no_new_tokens(llama):
+    run = text_of(llama, max_tokens=0)
+    assert (run.ids, run.text, run.finish_reason) == ([], "", "length")
+    assert run.timings.prompt_tokens == len(run.prompt_ids) and run.timings.prefill_s > 0
+
+
+def test_until_the_context_is_full(path, gpu):
+    with Llama(path, device=gpu, context=64) as llama:
+        prompt = llama.tokenizer.encode(PROMPT)
+        for sampling in (GREEDY, Sampling(seed=1)):
+            run = text_of(llama, max_tokens=-1, sampling=sampling)
+            # the last one is said, but has no place in the cache
+            assert len(prompt) + len(run.ids) == 64 + 1 and run.finish_reason == "context"
+
+
+def test_the_context_grows_to_the_models(path, gpu, monkeypatch):
+    """Text that makes the cache grow twice is that of a cache which was large from the start."""
+    with Llama(path, device=gpu, context=256) as large:
+        want = text_of(large, max_tokens=200).ids
+    monkeypatch.setattr("llamagpu.engine.generate.FIRST_CONTEXT", 64)
+    with Llama(path, device=gpu) as llama:
+        assert llama.model.capacity == 64
+        assert text_of(llama, max_tokens=200).ids == want
+        assert 64 < llama.model.capacity <= 256
+    with Llama(path, device=gpu) as llama:
+        run = text_of(llama, max_tokens=-1)  # how much will be needed is not known here
+        assert run.ids[:200] == want and llama.model.capacity == 256
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0, seed=3)], ids=["greedy", "drawn"])
+def test_what_was_read_is_not_read_again(llama, path, gpu, sampling):
+    first = llama.tokenizer.encode(PROMPT)
+    run = text_of(llama, first, sampling=sampling)
+    longer = [*first, *run.ids, *llama.tokenizer.encode(" and then", bos=False)]
+    other = [*first[:-2], *llama.tokenizer.encode(" dog", bos=False)]
+    for prompt, least in ((longer, len(first) + 39), (first, len(first) - 1), (other, len(first) - 2)):
+        again = text_of(llama, prompt, sampling=sampling)
+        assert again.timings.cached_tokens == least
+        with Llama(path, device=gpu) as fresh:
+            assert text_of(fresh, prompt, sampling=sampling).ids == again.ids
+
+
+def test_stopping_early_leaves_the_model_usable(llama):
+    want = text_of(llama).ids
+    for sampling in (GREEDY, Sampling(seed=1)):
+        for _ in zip(range(5), llama.generate(PROMPT, sampling=sampling), strict=False):
+            pass
+        assert text_of(llama).ids == want
+
+
+def test_timings(llama):
+    t = text_of(llama, [1, 2, 3, 4], max_tokens=10).timings
+    assert (t.prompt_tokens, t.tokens) == (4, 10)
+    assert min(t.first_token_s, t.decode_s, t.prefill_tps) > 0
+    assert t.decode_tps == pytest.approx(9 / t.decode_s)
+    times = llama.load_times
+    assert min(times.open_s, times.device_s, times.weights_s, times.compile_s) >= 0
+    assert times.total_s == pytest.approx(times.open_s + times.device_s + times.weights_s + times.compile_s)
+
+
+def test_progress_counts_the_prompt(path, gpu):
+    seen: list[tuple[int, int]] = []
+    with Llama(path, device=gpu, chunk=8) as llama:
+        list(llama.generate(list(range(20, 41)), max_tokens=1, progress=lambda *done: seen.append(done)))
+    assert seen == [(8, 21), (16, 21), (21, 21)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "cause"),
+    [
+        ([], {}, LlamaGpuError, "empty"),
+        ([1, 288], {}, LlamaGpuError, "outside 0..287"),
+        ([-1], {}, LlamaGpuError, "outside 0..287"),
+        ([1] * 200, {"max_tokens": 57}, DoesNotFit, "200 prompt tokens and 57 new ones need a context"),
+        ([1] * 256, {}, DoesNotFit, "context of 257; it is 256"),
+    ],
+)
+def test_refused_prompts(llama, prompt, options, error, cause):
+    with pytest.raises(error, match=cause) as caught:
+        llama.generate(prompt, **options)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "cause"),
+    [
+        ({"context": 257}, DoesNotFit, "trained for 256"),
+        ({"kv_type": "q8"}, LlamaGpuError, "kv_type is 'q8'"),
+        ({"precision": "low"}, LlamaGpuError, "precision is 'low'"),
+    ],
+)
+def test_refused_settings(path, gpu, options, error, cause):
+    with pytest.raises(error, match=cause) as caught:
+        Llama(path, device=gpu, **options)
+    assert caught.value.remedy
+
+
+def test_chat(llama):
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    assert llama.chat(messages) == "[system]be kind[user]hi[a]"
+    assert llama.encode_chat(messages) == llama.tokenizer.encode("[system]be kind[user]hi[a]")
+
+
+def test_a_template_that_writes_bos_itself_gets_one(tmp_path, gpu):
+    template = "{{ bos_token }}{{ messages[0].content }}"
+    keys, tensors = tiny_parts(metadata={"tokenizer.chat_template": template})
+    with Llama(write_gguf(tmp_path / "m.gguf", keys, tensors), device=gpu) as llama:
+        ids = llama.encode_chat([{"role": "user", "content": "hi"}])
+        assert ids.count(1) == 1 and ids == [1, *llama.tokenizer.encode("hi", bos=False)]
+
+
+def test_no_template_no_chat(tmp_path, gpu):
+    llama = Llama(tiny_llama(tmp_path / "m.gguf"), device=gpu)
+    with pytest.raises(LlamaGpuError, match="no chat template"):
+        llama.encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_memory_plan(path, any_gpu, monkeypatch):
+    """Close to what is then allocated, never much less; that it is too much is said before."""
+    for kind in ("F32", "Q4_0", "Q8_0"):
+        keys, tensors = tiny_parts(kind=kind, vocab=10_000, dim=128, ffn=256, layers=3)
+        file = write_gguf(path.with_name(f"{kind}.gguf"), keys, tensors)
+        before = any_gpu.allocated_bytes
+        llama = Llama(file, device=any_gpu)
+        used = any_gpu.allocated_bytes - before
+        assert 0.97 * used <= llama.memory.total <= 1.05 * used
+        monkeypatch.setenv("LLAMAGPU_MAX_MEMORY", str(used >> 20))
+        before = any_gpu.allocated_bytes
+        with pytest.raises(DoesNotFit, match=r"the model needs .* MiB and there are") as caught:
+            Llama(file, device=any_gpu)
+        assert any_gpu.allocated_bytes == before and caught.value.remedy
+        monkeypatch.delenv("LLAMAGPU_MAX_MEMORY")
+
+
+def test_memory_for_a_longer_text_is_planned_too(tmp_path, gpu, monkeypatch):
+    file = tiny_llama(tmp_path / "m.gguf", context=100_000, kv_heads=4)
+    llama = Llama(file, device=gpu)
+    monkeypatch.setenv("LLAMAGPU_MAX_MEMORY", str((llama.memory.total >> 20) + 2))
+    list(llama.generate(PROMPT, max_tokens=1))
+    with pytest.raises(DoesNotFit, match="the model needs") as caught:
+        llama.generate(PROMPT, max_tokens=90_000)
+    fits = int(caught.value.remedy.split()[2])
+    assert 1024 <= fits < 90_000
+    llama.generate(PROMPT, max_tokens=fits - 100)
+
+
+def test_max_memory_is_a_number(path, gpu, monkeypatch):
+    monkeypatch.setenv("LLAMAGPU_MAX_MEMORY", "lots")
+    with pytest.raises(LlamaGpuError, match="LLAMAGPU_MAX_MEMORY is 'lots'"):
+        Llama(path, device=gpu)
+
+
+# Precision
+
+
+def test_int8_self_check(any_gpu):
+    error = selfcheck.int8_error(any_gpu)
+    assert 1e-6 < error < 5e-4  # it rounds, so it is not exact either
+
+
+def test_precision(tmp_path, gpu):
+    file = tiny_llama(tmp_path / "m.gguf", dim=64, heads=2, head_dim=64, ffn=128, kind="Q8_0")
+    with Llama(file, device=gpu, precision="high") as llama:
+        assert llama.precision == "high"
+        high = llama.generate(PROMPT, max_tokens=2)
+        list(high)
+        exact = llama.model.read_logits()
+    with Llama(file, device=gpu, precision="fast") as llama:
+        assert llama.precision == "fast"
+        list(llama.generate(high.prompt_ids + high.ids[:1], max_tokens=1))
+        llama.model.truncate(0)
+        for id in high.prompt_ids + high.ids[:1]:
+            llama.model.prefill([id])
+        rounded = llama.model.read_logits()
+    nmse = ((rounded - exact) ** 2).sum() / (exact**2).sum()
+    assert 1e-7 < nmse < 5e-3
+
+
+def test_automatic_precision(path, gpu, monkeypatch):
+    with Llama(path, device=gpu) as llama:
+        packed = not gpu.caps.cpu and gpu.info["vendor_id"] in selfcheck.PACKED_DOT_VENDORS
+        assert llama.precision == ("fast" if packed else "high")
+    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=False))
+    monkeypatch.setitem(gpu.info, "vendor_id", selfcheck.PACKED_DOT_VENDORS[0])
+    assert selfcheck.use_fast(gpu, None)
+    assert not selfcheck.use_fast(gpu, "high")
+    monkeypatch.setitem(gpu.info, "vendor_id", 0x106B)
+    assert not selfcheck.use_fast(gpu, None)
+
+
+@pytest.mark.parametrize("error", [1.0, math.nan])
+def test_wrong_int8_products(path, gpu, monkeypatch, error):
+    monkeypatch.setattr(selfcheck, "_errors", {})
+    monkeypatch.setattr(selfcheck, "int8_error", lambda gpu: error)
+    with pytest.raises(NumericCheckFailed, match="int8 products on"):
+        Llama(path, device=gpu, precision="fast")
+    with Llama(path, device=gpu) as llama:
+        assert llama.precision == "high"
+
+
+# Spoilt models
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_output_that_is_no_number(tmp_path, gpu, temperature):
+    keys, tensors = tiny_parts(kind="F16")
+    for name, (kind, shape, _) in tensors.items():
+        if "norm" in name:
+            tensors[name] = (kind, shape, np.full(shape, 3e38, "<f4").tobytes())
+    llama = Llama(write_gguf(tmp_path / "m.gguf", keys, tensors), device=gpu)
+    with pytest.raises(NumericCheckFailed, match="not a number"):
+        list(llama.generate(PROMPT, sampling=Sampling(temperature=temperature), max_tokens=20))
+
+
+def test_errors_name_the_file(tmp_path, gpu):
+    keys, tensors = tiny_parts()
+    kind, shape, _ = tensors["blk.1.ffn_up.weight"]
+    tensors["blk.1.ffn_up.weight"] = (kind, shape, np.full(shape, np.nan, "<f4").tobytes())
+    damaged = write_gguf(tmp_path / "nan.gguf", keys, tensors)
+    with pytest.raises(LlamaGpuError) as caught:
+        Llama(damaged, device=gpu)
+    assert caught.value.cause.startswith(f"{damaged}: tensor 'blk.1.ffn_up.weight' is damaged")
+    assert str(caught.value) == caught.value.cause
+
+
+def weights_flipped(rng, raw, header, marks):
+    out = bytearray(raw)
+    for at in rng.integers(header, len(raw), size=rng.integers(1, 200)):
+        out[at] ^= 1 << rng.integers(8)
+    return bytes(out)
+
+
+@pytest.mark.parametrize("mutate", [*MUTATIONS, weights_flipped], ids=lambda f: f.__name__)
+def test_spoilt_models(tmp_path, gpu, mutate):
+    """The whole way with a spoilt file: text or a refusal, nothing else."""
+    marks: list = []
+    raw = encode_gguf(*tiny_parts(**MODEL), marks=marks)
+    file, rng, ran = tmp_path / "m.gguf", np.random.default_rng(9), 0
+    for i in range(40):
+        file.write_bytes(mutate(rng, raw, marks[-1][1] + 8, marks))
+        try:
+            with Llama(file, device=gpu, context=16) as llama:
+                for temperature in (0.0, 1.0):
+                    list(llama.generate("a b", max_tokens=3, sampling=Sampling(temperature=temperature)))
+            ran += 1
+        except LlamaGpuError as error:
+            assert error.cause.isprintable() and error.remedy
+        except BaseException as error:
+            error.add_note(f"{mutate.__name__}, file {i}")
+            raise
+    assert ran if mutate is weights_flipped else ran < 40
+
+
+# The stories
+
+
+def test_stories_from_the_python_api():
+    from conftest import shared_data
+
+    path = shared_data("tiny/stories260K-f32.gguf")
+    with llamagpu.load(str(path)) as llama:
+        run = llama.generate("Once upon a time", max_tokens=16, sampling=GREEDY)
+        text = "".join(token.text for token in run)
+    assert text == ", there was a little girl named Lily. She loved to play"
+    assert llamagpu.__version__ == "0.1.0"
+
+
+def test_vocabulary_without_weights():
+    from conftest import shared_data
+
+    path = shared_data("vocab/ggml-vocab-llama-spm.gguf")
+    assert Tokenizer.from_gguf(GgufFile(path).metadata).encode("Hello") == [1, 15043]
+    with pytest.raises(LlamaGpuError, match=r"token_embd\.weight is missing") as caught:
+        Llama(path)
+    assert str(path) in caught.value.cause

@@ -1,0 +1,105 @@
+"""Perplexity against the float64 model, chunk by chunk as llama-perplexity does it."""
+
+import math
+
+import numpy as np
+import pytest
+from conftest import shared_data
+from gguf_builder import tiny_parts, write_gguf
+from reference import Reference
+
+from llamagpu.errors import LlamaGpuError, NumericCheckFailed
+from llamagpu.files.gguf_file import GgufFile
+
+pytest.importorskip("wgpu")
+from llamagpu import Llama
+from llamagpu.tools.perplexity import perplexity
+
+TEXT = "the quick brown fox jumps over the lazy dog, again and again. " * 4
+
+
+def expected(path, ids: list[int], context: int, bos: int | None) -> tuple[float, float, int, int]:
+    """llama-perplexity's loop: of each whole chunk of `context` tokens, its first replaced by BOS, the tokens
+    after the first half + 1 count, each given all before it in the chunk."""
+    model, losses = Reference(GgufFile(path)), []
+    for start in range(0, len(ids) - context + 1, context):
+        chunk = ids[start : start + context]
+        if bos is not None:
+            chunk = [bos, *chunk[1:]]
+        model.clear()
+        logits = model.forward(chunk)
+        for at in range(context // 2, context - 1):
+            row = logits[at] - logits[at].max()
+            losses.append(math.log(np.exp(row).sum()) - row[chunk[at + 1]])
+    count, mean = len(losses), sum(losses) / len(losses)
+    squares = sum(loss**2 for loss in losses) / count - mean**2
+    value = math.exp(mean)
+    return value, value * math.sqrt(squares / (count - 1)), count, len(ids) // context
+
+
+@pytest.mark.parametrize("bos", [True, False], ids=["bos", "no bos"])
+@pytest.mark.parametrize("context", [8, 33, 64])
+def test_against_float64(tmp_path, gpu, context, bos):
+    keys, tensors = tiny_parts(kind="Q8_0", metadata={"tokenizer.ggml.add_bos_token": np.bool_(bos)})
+    path = write_gguf(tmp_path / "m.gguf", keys, tensors)
+    with Llama(path, device=gpu, context=context, precision="high") as llama:
+        found = perplexity(llama, TEXT, context)
+        ids = llama.tokenizer.encode(TEXT, special=False)
+    value, error, tokens, chunks = expected(path, ids, context, 1 if bos else None)
+    assert (found.tokens, found.chunks) == (tokens, chunks)
+    assert tokens == chunks * (context - context // 2 - 1)
+    assert found.value == pytest.approx(value, rel=1e-4)  # 3e-7 measured, with an f32 cache
+    assert found.error == pytest.approx(error, rel=1e-3)
+
+
+def test_steps_smaller_than_the_chunk(tmp_path, gpu):
+    """Chunks that take several steps, the last one of them short, give the same numbers."""
+    path = write_gguf(tmp_path / "m.gguf", *tiny_parts())
+    found = []
+    for step in (512, 7):
+        with Llama(path, device=gpu, context=64, chunk=step, precision="high") as llama:
+            found.append(perplexity(llama, TEXT, 64).value)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_progress(tmp_path, gpu):
+    seen: list[tuple[int, int]] = []
+    with Llama(write_gguf(tmp_path / "m.gguf", *tiny_parts()), device=gpu) as llama:
+        perplexity(llama, TEXT, 64, lambda *done: seen.append(done))
+    chunks = seen[-1][1]
+    assert seen == [(i + 1, chunks) for i in range(chunks)] and chunks > 2
+
+
+def test_special_tokens_in_the_text_are_text(tmp_path, gpu):
+    with Llama(write_gguf(tmp_path / "m.gguf", *tiny_parts()), device=gpu) as llama:
+        assert perplexity(llama, "<s>" * 30, 8).chunks > 30 // 8
+
+
+def test_text_too_short(tmp_path, gpu):
+    with (
+        Llama(write_gguf(tmp_path / "m.gguf", *tiny_parts()), device=gpu) as llama,
+        pytest.raises(LlamaGpuError, match="at least two chunks of 64"),
+    ):
+        perplexity(llama, "too short for that", 64)
+
+
+def test_no_number(tmp_path, gpu):
+    keys, tensors = tiny_parts()
+    tensors["output_norm.weight"] = ("F32", (64,), np.full(64, 3e38, "<f4").tobytes())
+    with (
+        Llama(write_gguf(tmp_path / "m.gguf", keys, tensors), device=gpu) as llama,
+        pytest.raises(NumericCheckFailed),
+    ):
+        perplexity(llama, TEXT, 64)
+
+
+def test_stories_are_likelier_than_the_encyclopedia(gpu):
+    """A trained model, F32 weights: the float64 value on a story, and a far higher one on other text."""
+    path = shared_data("tiny/stories260K-f32.gguf")
+    story = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+    wiki = shared_data("text/wiki.test.raw").read_text()[:600]
+    with Llama(path, device=gpu, context=32, precision="high") as llama:
+        found = perplexity(llama, story * 2, 32)
+        want = expected(path, llama.tokenizer.encode(story * 2, special=False), 32, 1)
+        assert found.value == pytest.approx(want[0], rel=2e-3)
+        assert perplexity(llama, wiki, 32).value > 10 * found.value
