@@ -20,7 +20,7 @@ pytest.importorskip("wgpu")
 from llamagpu.engine.synthetic import SHAPES, synthetic_config
 from llamagpu.gpu.timing import Span, Stamps, Stopwatch, busy_ns
 from llamagpu.tools import bench_tests, report
-from llamagpu.tools.bench import Settings, bench, between_tokens
+from llamagpu.tools.bench import Settings, bench, between_tokens, short_count
 from llamagpu.tools.bench_tests import BadValue, Test, make_tests, numbers
 from llamagpu.tools.kernel_bench import matrices
 
@@ -180,6 +180,10 @@ def test_work_is_counted(rows):
     attention = 4 * c.layers * c.heads * c.head_dim * (1 + 2 + 3 + 4 + 5)
     flops = 2 * 5 * linear + 2 * c.vocab * c.dim + attention
     assert pp["tflops"] == pytest.approx(flops / pp["avg_ns"] / 1e3)
+
+
+def test_counts_in_words():
+    assert [short_count(n) for n in (12, 260_000, 134_515_008, 1_235_814_400)] == ["12", "260K", "135M", "1.24B"]
 
 
 def test_time_between_tokens():

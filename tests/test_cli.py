@@ -545,7 +545,7 @@ def terminal(*args: object, typed: tuple[bytes, ...] = (), streams: str = "stder
 
 def test_progress_on_a_terminal_only(model, tmp_path):
     text = tmp_path / "text.txt"
-    text.write_text("a b " * 120)
+    text.write_text("a b " * 900)  # long enough for the bar, which waits half a second
     args = ["perplexity", "-m", model, "-f", text, "-c", "64"]
     result = terminal(*args)
     assert result.code == 0 and "\r\x1b[Kchunks " in result.err and result.err.endswith("\x1b[K")

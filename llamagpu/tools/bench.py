@@ -82,8 +82,8 @@ def load_file(path: Path, gpu: Gpu, tests: Sequence[Test], progress: Progress | 
     factors = file.tensors.get("rope_freqs.weight")
     params = sum(int(np.prod(t.shape)) for t in file.tensors.values())
     size, kind = sum(t.data.nbytes for t in file.tensors.values()), file.metadata.get("general.file_type")
-    label = file.metadata.get("general.size_label") or short_count(params)
-    described = f"{config.arch} {label} {FILE_TYPES.get(kind or 0, 'unknown')}"
+    stored = FILE_TYPES.get(kind, "unknown") if isinstance(kind, int) else "unknown"
+    described = f"{config.arch} {short_count(params)} {stored}"
     freq_factors = None if factors is None else small(factors)
     seconds = time.perf_counter() - started
     return Loaded(str(path), described, size, params, config, weights, freq_factors, tiled, seconds)
@@ -104,7 +104,8 @@ def load_synthetic(spec: str, gpu: Gpu, tests: Sequence[Test] = ()) -> Loaded:
 
 
 def short_count(params: int) -> str:
-    return f"{params / 1e9:.1f}B" if params >= 1e9 else f"{params / 1e6:.0f}M"
+    size, unit = next((s, u) for s, u in ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, "")) if params >= s or s == 1)
+    return f"{params / size:.3g}{unit}"
 
 
 def load(source: Source, gpu: Gpu, tests: Sequence[Test], progress: Progress | None = None) -> Loaded:
@@ -178,9 +179,7 @@ def measure(model: Transformer, test: Test, settings: Settings, check: Callable[
         began = time.perf_counter()
         if ids:
             model.prefill(ids)
-        for _ in (
-            model.greedy(1 if first_token_only else test.n_gen + 1) if test.n_gen or first_token_only else ()
-        ):
+        for _ in model.greedy(1 if first_token_only else test.n_gen + 1) if test.n_gen or first_token_only else ():
             pass  # the first choice is from the logits that are there; then a step per token
         if not test.n_gen:
             wait_idle(model.gpu)

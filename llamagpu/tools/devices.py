@@ -15,6 +15,7 @@ from llamagpu.files.repack import FORMATS
 from llamagpu.gpu import routes
 from llamagpu.gpu.device import FEATURES, FLOOR, Gpu, adapters, choose
 from llamagpu.gpu.routes import Linear
+from llamagpu.tools.verify import verified_line
 
 Tensors = dict[str, RawTensor]
 STEPS = (1, 4, 512)  # tokens: decode, a short prompt, a chunk of a long one
@@ -38,6 +39,7 @@ def describe(number: int, adapter: Any, chosen: bool, wanted: str | None) -> dic
         "why": reason(info["adapter_type"], wanted) if chosen else "",
         "features": [f for f in FEATURES if f in adapter.features],
         "limits": {name: adapter.limits[name] for name in FLOOR},
+        "verified": verified_line(info),
     }
 
 
@@ -54,6 +56,7 @@ def device_lines(found: list[dict[str, Any]]) -> Iterator[str]:
         yield f"   features: {', '.join(d['features']) or 'none'}"
         limits = (f"{name.removeprefix('max-')} {value}" for name, value in d["limits"].items())
         yield f"   limits: {', '.join(limits)}"
+        yield f"   {d['verified']}"
 
 
 def model_kernels(path: Path, wanted: str | None) -> list[dict[str, Any]]:

@@ -74,12 +74,8 @@ def fetch_from_hub(spec: str, progress: bool, offline: bool) -> Path:
     """The model's file, or its first part. HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE count."""
     wanted = parse_spec(spec)
     from huggingface_hub import constants  # here: the library takes 0.4 s to import
-    from huggingface_hub.utils.logging import get_logger
-    from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    get_logger("huggingface_hub").setLevel("ERROR")  # its retry notices would bury our one line
-    if not progress:
-        disable_progress_bars()
+    _hush(progress)
     try:
         if offline or constants.HF_HUB_OFFLINE:
             return _cached(wanted)
@@ -90,6 +86,15 @@ def fetch_from_hub(spec: str, progress: bool, offline: bool) -> Path:
         raise _explain(wanted.repo, error) from error
 
 
+def _hush(progress: bool) -> None:
+    from huggingface_hub.utils.logging import get_logger
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    get_logger("huggingface_hub").setLevel("ERROR")  # its retry notices would bury our one line
+    if not progress:
+        disable_progress_bars()
+
+
 def fetch_checkpoint(spec: str, progress: bool, offline: bool) -> Path:
     """The folder of a repository's safetensors, config and tokenizer; its GGUF file where the spec names one, or
     there is nothing else."""
@@ -97,10 +102,8 @@ def fetch_checkpoint(spec: str, progress: bool, offline: bool) -> Path:
     if wanted.file or wanted.quant:
         return fetch_from_hub(spec, progress, offline)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    if not progress:
-        disable_progress_bars()
+    _hush(progress)
     try:
         folder = snapshot_download(
             wanted.repo, allow_patterns=CHECKPOINT, ignore_patterns=DUPLICATES, local_files_only=offline
