@@ -38,6 +38,10 @@ def executable(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+def heed_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it, and its children with it
+
+
 class Checkout:
     def __init__(self, base: Path) -> None:
         self.root, self.bin, self.log = base / "a check out", base / "bin", base / "log"
@@ -60,7 +64,7 @@ class Checkout:
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         command = [str(self.root / script), *args]
         return subprocess.Popen(
-            command, cwd="/", env=self.env | env, text=True, start_new_session=True, **streams
+            command, cwd="/", env=self.env | env, text=True, start_new_session=True, preexec_fn=heed_ctrl_c, **streams
         )
 
     def run(self, *args: str, **kwargs: str) -> tuple[int, str, str]:
