@@ -304,7 +304,7 @@ class Transformer:
         """Append ids; for each but the last, the log probability the model gave to the id after it."""
         self.room_for(len(ids))
         # logits of all rows exist for a few rows at a time, whatever the chunk
-        rows = max(2, min(self.chunk, LOGIT_BYTES // (4 * self.config.vocab)))
+        rows = max(1, min(self.chunk, LOGIT_BYTES // (4 * self.config.vocab)))
         scores = []
         for start in range(0, len(ids), rows):
             chunk = ids[start : start + rows]

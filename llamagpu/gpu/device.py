@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ def adapters() -> list[Any]:
     """Every adapter, best first. OpenGL is asked for only where nothing else is there: it talks on stderr."""
     from wgpu.backends.wgpu_native.extras import set_instance_extras
 
+    quicken_types()
     logging.getLogger("wgpu").setLevel(logging.ERROR)  # naga's and the drivers' advice to developers
     os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())  # Mesa complains on stderr without one
     with contextlib.suppress(RuntimeError):  # there is one instance per process, and this is not the first call
@@ -45,6 +47,31 @@ def adapters() -> list[Any]:
     return sorted(
         found, key=lambda a: (BACKENDS.get(a.info["backend_type"], 1), KINDS.get(a.info["adapter_type"], 3))
     )
+
+
+def quicken_types() -> None:
+    """wgpu-py names C types in strings. cffi parses each after a declaration of all 432 names it knows, 25 ms a time
+    and 1.2 s until the first token; only the names in the string matter to its parser."""
+    from wgpu.backends.wgpu_native import ffi
+
+    parser = ffi._parser
+    if "_parse" in vars(parser):
+        return
+    with contextlib.suppress(AttributeError):  # another cffi: slower, that is all
+        parse, known = parser._parse, parser._declarations
+
+        def parse_few(source: str) -> Any:
+            words = set(re.findall(r"\w+", source))
+            parser._declarations = {name: known[name] for name in known if name.rpartition(" ")[2] in words}
+            try:
+                return parse(source)
+            except Exception:  # whatever it missed is among the others
+                parser._declarations = known
+                return parse(source)
+            finally:
+                parser._declarations = known
+
+        parser._parse = parse_few
 
 
 def choose(found: list[Any], wanted: str | None) -> Any:

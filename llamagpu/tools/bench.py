@@ -28,8 +28,8 @@ from llamagpu.engine.tiled import TiledTransformer, load_tiles, suits_tiles
 from llamagpu.engine.weights import Weights, load_weights
 from llamagpu.errors import about
 from llamagpu.files.config import LlamaConfig, check_tensors
-from llamagpu.files.gguf_file import GgufFile
-from llamagpu.files.repack import small
+from llamagpu.files.packed_file import open_model
+from llamagpu.files.repack import packed_bytes, small
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.timing import Span, TimedRecorder, busy_ns, copy_bandwidth, wait_idle, warm_up
 from llamagpu.tools.bench_tests import Test, positions
@@ -70,7 +70,7 @@ class Loaded:
 def load_file(path: Path, gpu: Gpu, tests: Sequence[Test], progress: Progress | None = None) -> Loaded:
     started = time.perf_counter()
     with about(path):
-        file = GgufFile(path)
+        file = open_model(path)
         config = LlamaConfig.from_gguf(file.metadata, file.tensors)
         check_tensors(config, file.tensors)
         tiled = suits_tiles(config, file.tensors, gpu) and not any(test.kv_type == "f16" for test in tests)
@@ -81,7 +81,9 @@ def load_file(path: Path, gpu: Gpu, tests: Sequence[Test], progress: Progress | 
     wait_idle(gpu)
     factors = file.tensors.get("rope_freqs.weight")
     params = sum(int(np.prod(t.shape)) for t in file.tensors.values())
-    size, kind = sum(t.data.nbytes for t in file.tensors.values()), file.metadata.get("general.file_type")
+    # a packed file's matrices are not in its list of tensors, only their shapes
+    size = sum(t.data.nbytes or packed_bytes(t.kind, *t.shape) for t in file.tensors.values())
+    kind = file.metadata.get("general.file_type")
     stored = FILE_TYPES.get(kind, "unknown") if isinstance(kind, int) else "unknown"
     described = f"{config.arch} {short_count(params)} {stored}"
     freq_factors = None if factors is None else small(factors)

@@ -10,7 +10,8 @@ from llamagpu.engine.selfcheck import use_fast
 from llamagpu.engine.tiled import suits_tiles
 from llamagpu.errors import about
 from llamagpu.files.config import LlamaConfig, check_tensors
-from llamagpu.files.gguf_file import GgufFile, RawTensor
+from llamagpu.files.gguf_file import RawTensor
+from llamagpu.files.packed_file import open_model
 from llamagpu.files.repack import FORMATS
 from llamagpu.gpu import routes
 from llamagpu.gpu.device import FEATURES, FLOOR, Gpu, adapters, choose
@@ -62,7 +63,7 @@ def device_lines(found: list[dict[str, Any]]) -> Iterator[str]:
 def model_kernels(path: Path, wanted: str | None) -> list[dict[str, Any]]:
     """What each distinct shape of the model takes, for one token and for several."""
     with about(path):
-        file = GgufFile(path)
+        file = open_model(path)
         config = LlamaConfig.from_gguf(file.metadata, file.tensors)
         check_tensors(config, file.tensors)
     gpu = Gpu.open(wanted)
