@@ -16,7 +16,7 @@ from llamagpu.errors import DoesNotFit, LlamaGpuError, NoAdapter
 from llamagpu.gpu import shaders
 from llamagpu.gpu.routes import Caps
 
-FEATURES = ("subgroup", "timestamp-query", "timestamp-query-inside-passes")
+FEATURES = ("subgroup", "shader-f16", "timestamp-query", "timestamp-query-inside-passes")
 # What every WebGPU implementation offers. LLAMAGPU_FLOOR=1 asks for no more than this (and no feature), for tests.
 FLOOR = {
     "max-storage-buffer-binding-size": 128 << 20,
@@ -132,6 +132,7 @@ class Gpu:
             invocations=limits["max-compute-invocations-per-workgroup"],
             storage_buffers=limits["max-storage-buffers-per-shader-stage"],
             image_side=limits["max-texture-dimension-2d"],
+            f16="shader-f16" in self.features,
         )
 
     @classmethod
