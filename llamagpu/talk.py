@@ -46,6 +46,7 @@ def result(run: "Generation") -> dict[str, Any]:
         "load_s": run.llama.load_times.total_s,
         "first_token_s": t.first_token_s,
         "prompt_tokens": t.prompt_tokens,
+        "cached_tokens": t.cached_tokens,
         "prefill_tps": t.prefill_tps,
         "tokens": t.tokens,
         "decode_tps": t.decode_tps,
@@ -63,7 +64,7 @@ def summary(run: "Generation") -> str:
     t = run.timings
     full = f" | the context of {run.llama.limit} is full" if run.finish_reason == "context" else ""
     end = " | interrupted" if run.finish_reason == "interrupted" else full
-    kept = f" ({t.cached_tokens} of them kept)" if t.cached_tokens else ""
+    kept = f" ({t.cached_tokens} from the cache)" if t.cached_tokens else ""
     return (
         f"load {run.llama.load_times.total_s:.2f} s"
         f" | prompt {t.prompt_tokens} tokens{kept}, {t.prefill_tps:.1f} tok/s"

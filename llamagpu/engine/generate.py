@@ -9,6 +9,7 @@ from typing import Any
 
 import wgpu
 
+from llamagpu.engine import prompt_cache
 from llamagpu.engine.llama import CHUNK, Transformer
 from llamagpu.engine.memory import MemoryPlan, plan_memory
 from llamagpu.engine.sampler import Sampling, make_sampler, need_finite
@@ -36,7 +37,7 @@ class Token:
 @dataclass(slots=True)
 class Timings:
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, taken over from the call before
+    cached_tokens: int = 0  # of the prompt, taken over from the call before or a file
     prefill_s: float = 0.0
     first_token_s: float = 0.0  # from the call to the first token
     tokens: int = 0
@@ -59,10 +60,11 @@ class LoadTimes:
     device_s: float = 0.0
     weights_s: float = 0.0  # repack and upload
     compile_s: float = 0.0  # first plans
+    prompt_s: float = 0.0  # `load_prompt`
 
     @property
     def total_s(self) -> float:
-        return self.open_s + self.device_s + self.weights_s + self.compile_s
+        return self.open_s + self.device_s + self.weights_s + self.compile_s + self.prompt_s
 
 
 class Llama:
@@ -178,6 +180,22 @@ class Llama:
         self.plan_memory(max(wanted, self.memory.context)).check(self.gpu)
         stops = tuple(s for s in stop if s)
         return Generation(self, ids, max_tokens, sampling or Sampling(), stops, ignore_eos, progress)
+
+    def save_prompt(
+        self, path: str | Path, tokens: int | None = None, progress: Progress | None = None
+    ) -> None:
+        """What has been read, or the first `tokens` of it, into a file for `load_prompt`."""
+        with loss_named():
+            prompt_cache.save(self, Path(path), tokens, progress)
+
+    def load_prompt(self, path: str | Path, progress: Progress | None = None) -> int:
+        """As if what the file holds had just been read; how many tokens that is. The next prompt is read from where
+        it differs. A file that is damaged, or of another model or other settings, is refused."""
+        started = time.perf_counter()
+        with loss_named():
+            tokens = prompt_cache.load(self, Path(path), progress)
+        self.load_times.prompt_s, _ = lap(started)
+        return tokens
 
 
 @contextmanager

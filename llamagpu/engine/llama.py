@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ Progress = Callable[[int, int], None]
 
 class Transformer:
     """One sequence: `history` are the ids whose keys and values are in the cache."""
+
+    layout = "buffers"  # of the cache
 
     def __init__(
         self,
@@ -127,6 +130,38 @@ class Transformer:
                         source, head * old * row, target, head * new * row, old * row
                     )
         self.gpu.device.queue.submit([encoder.finish()])
+
+    # The cache, out of the device and back
+
+    @property
+    def position_bytes(self) -> int:
+        c = self.config
+        return 2 * c.layers * c.kv_heads * c.head_dim * self.kv_bytes
+
+    @property
+    def cache_kind(self) -> dict[str, str]:
+        """What the bytes in the cache depend on besides the model and the ids."""
+        precision = "fast" if self.fast and self.fast_many else "mixed" if self.fast or self.fast_many else "high"
+        return {"cache type": "f32" if self.kv_f32 else "f16", "precision": precision, "layout": self.layout}
+
+    def read_cache(self, count: int) -> Iterator[np.ndarray[Any, Any]]:
+        """The bytes of the first `count` positions, a head of a layer at a time."""
+        row = self.config.head_dim * self.kv_bytes
+        for buffer, offset in self.cache_heads():
+            yield self.gpu.read(buffer, np.uint8, count * row, offset)
+
+    def write_cache(self, count: int, take: Callable[[int], np.ndarray[Any, Any]]) -> None:
+        """The way back: `take(n)` gives the next n of the bytes that `read_cache` gave."""
+        row = self.config.head_dim * self.kv_bytes
+        for buffer, offset in self.cache_heads():
+            self.gpu.write(buffer, take(count * row), offset)
+
+    def cache_heads(self) -> Iterator[tuple[Any, int]]:
+        """Where each head's positions begin: buffer, offset."""
+        stride = self.capacity * self.config.head_dim * self.kv_bytes
+        for buffer in chain.from_iterable(self.caches):
+            for head in range(self.config.kv_heads):
+                yield buffer, head * stride
 
     # Plans
 

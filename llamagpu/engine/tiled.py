@@ -4,7 +4,7 @@ There a lane gets 16 bytes from an image in 2 ns and from a buffer in 36 (Mesa 2
 read in a loop over the lanes, with a branch for each), so that kernels on buffers are ten times slower.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -85,6 +85,7 @@ def upload_tiles(gpu: Gpu, tiles: Iterable[Packed], label: str, bias: Bias = Non
 class TiledTransformer(Transformer):
     """The residual stream goes to and fro between two images: a kernel cannot read and write the same one."""
 
+    layout = "images"
     images: list[Any]  # per layer: a row per position, its keys and values
     scored: Any  # [heads, capacity] scores of one token
 
@@ -104,8 +105,7 @@ class TiledTransformer(Transformer):
             raise DoesNotFit(f"a context of {context} is more than a CPU adapter can do", f"use -c {MOST} or less")
         c, gpu, old = self.config, self.gpu, self.capacity
         capacity = -(-context // 4) * 4  # a texel of `scored` holds 4 positions
-        row = 2 * c.kv_heads * c.head_dim // 4
-        size = -(-capacity // FOLD) * row, min(capacity, FOLD)
+        size = -(-capacity // FOLD) * self.texels, min(capacity, FOLD)
         images = [gpu.image(*size, f"cache {i}") for i in range(c.layers)]
         if old:
             self.copy_images(self.images, images)
@@ -123,6 +123,26 @@ class TiledTransformer(Transformer):
             size = (source.width, source.height, 1)
             encoder.copy_texture_to_texture({"texture": source}, {"texture": target}, size)
         self.gpu.device.queue.submit([encoder.finish()])
+
+    @property
+    def texels(self) -> int:
+        """Of one position: its keys and values."""
+        return 2 * self.config.kv_heads * self.config.head_dim // 4
+
+    def read_cache(self, count: int) -> Iterator[np.ndarray[Any, Any]]:
+        for image, x, rows in self.cache_columns(count):
+            yield self.gpu.read_image(image, x, self.texels, rows)
+
+    def write_cache(self, count: int, take: Callable[[int], np.ndarray[Any, Any]]) -> None:
+        for image, x, rows in self.cache_columns(count):
+            data = take(16 * self.texels * rows).view(np.uint32)
+            self.gpu.write_image(image, data.reshape(rows, self.texels, 4), x)
+
+    def cache_columns(self, count: int) -> Iterator[tuple[Any, int, int]]:
+        """Where the first `count` positions stand: image, first column, rows."""
+        for image in self.images:
+            for start in range(0, count, FOLD):
+                yield image, start // FOLD * self.texels, min(FOLD, count - start)
 
     # Plans
 
