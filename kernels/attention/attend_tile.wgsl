@@ -76,15 +76,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   let reach = select(row0.end, row1.end, second) - begin;
   var y0: array<vec4<f32>, OWN>;
   var y1: array<vec4<f32>, OWN>;
-  let scale = SCALE * 1.4426950408889634;  // scores are powers of two
-  for (var i = 0u; i < OWN; i++) {
-    y0[i] = x[row0.at + quad_of(i, own)] * scale;
-    y1[i] = x[row1.at + quad_of(i, own)] * scale;
-  }
-  var q0 = query(&y0);
-  var q1 = query(&y1);
-  let unit = select(q0.unit, q1.unit, second);
-  for (var i = 0u; i < OWN; i++) { y0[i] = vec4<f32>(); y1[i] = vec4<f32>(); }
   let base = group.x * step.capacity;
   let last = step.pos + min(token0 + TOKENS, step.m);  // one past what the tile's last token sees
   let early = step.pos + token0 + 1u;
@@ -98,6 +89,16 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     next_k[i] = key_oct(cached);
     next_v[i] = value_oct(cached);
   }
+  even_out(&next_k, index);
+  let scale = SCALE * 1.4426950408889634;  // scores are powers of two
+  for (var i = 0u; i < OWN; i++) {
+    y0[i] = x[row0.at + quad_of(i, own)] * scale;
+    y1[i] = x[row1.at + quad_of(i, own)] * scale;
+  }
+  var q0 = query(&y0, own);
+  var q1 = query(&y1, own);
+  let unit = select(q0.unit, q1.unit, second);
+  for (var i = 0u; i < OWN; i++) { y0[i] = vec4<f32>(); y1[i] = vec4<f32>(); }
   for (var p0 = first; p0 < last; p0 += PLACES) {
     for (var i = 0u; i < LOADS; i++) {
       let n = index + i * WORKGROUP;

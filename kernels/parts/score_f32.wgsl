@@ -8,10 +8,11 @@ struct Query { v: array<vec4<f32>, OWN>, unit: f32 }
 struct Rows { a: array<vec4<f32>, OWN>, b: array<vec4<f32>, OWN> }
 fn quad_of(i: u32, own: u32) -> u32 { return 2u * (own + SHARE * (i / 2u)) + (i + own / 4u) % 2u; }
 var<workgroup> keys: array<vec4<f32>, PLACES * QUADS>;
+fn even_out(loads: ptr<function, array<Oct, LOADS>>, index: u32) {}
 fn put_key(n: u32, k: mat2x4<f32>) {  // run n of 8 dimensions
   if (PLACES * OCTS % WORKGROUP == 0u || n < PLACES * OCTS) { keys[2u * n] = k[0]; keys[2u * n + 1u] = k[1]; }
 }
-fn query(v: ptr<function, array<vec4<f32>, OWN>>) -> Query { return Query(*v, 1.0); }
+fn query(v: ptr<function, array<vec4<f32>, OWN>>, own: u32) -> Query { return Query(*v, 1.0); }
 fn products(q: ptr<function, Query>, r: ptr<function, Query>, place: u32, own: u32) -> vec2<f32> {
   var sums = vec2<f32>();
   for (var i = 0u; i < OWN; i++) {
