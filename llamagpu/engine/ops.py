@@ -203,7 +203,8 @@ def attend(
         strands = routes.strands(config.heads // config.kv_heads, reach, gpu.caps)
         consts |= {"SUBGROUP": size, "TEAM": min(8, size), "STRANDS": strands, "I8": i8}
         grid = (config.kv_heads, splits, 1)
-    buffers = {"x": q, "k_cache": k_cache, "v_cache": v_cache, "y": y, "step": step, "stats": stats or q}
+        stats = stats or gpu.zeros(config.heads * splits * 8, "stats")
+    buffers = {"x": q, "k_cache": k_cache, "v_cache": v_cache, "y": y, "step": step, "stats": stats}
     parts = parts_of(gpu, route, kv="f32" if kv_f32 else "f16")
     return gpu.dispatch(route.kernel, parts, consts | tuning(gpu, route), buffers, grid)
 
