@@ -30,6 +30,8 @@ F32 = (1e-10, 1e-5)
 F16_CACHE = (1e-8, 1e-4)
 # int8 activations: the reference makes the same steps of 1/127, and again a few fall to the other side.
 FAST = (1e-5, 5e-3)
+# The same where hundreds of tokens feed on each other: 2e-5 and 4e-3 seen.
+FAST_LONG = (1e-4, 2e-2)
 
 
 def open_model(path: Path) -> tuple[GgufFile, LlamaConfig]:
@@ -174,20 +176,25 @@ def model(shared_model) -> Transformer:
     return shared_model
 
 
-def test_prefill_equals_single_steps(model):
-    ids = tokens(33)
+@pytest.mark.parametrize("fast", [False, True], ids=["high", "fast"])
+def test_prefill_equals_single_steps(gpu, tiny, fast):
+    ids, model = tokens(33), load(gpu, tiny, fast=fast)
+    assert model.fast_many == fast
     at_once = logits_after(model, ids)
     model.truncate(0)
     for token in ids:
         model.prefill([token])
-    assert_close(model.read_logits(), at_once, *F32)  # other kernels, the same sums in another order
+    # other kernels, the same sums in another order
+    assert_close(model.read_logits(), at_once, *(FAST_LONG if fast else F32))
 
 
-def test_chunks_make_no_difference(gpu, tiny):
-    ids = tokens(33)
-    want = Reference(GgufFile(tiny)).forward(ids)[-1]
-    for chunk in (1, 7, 32, 64):
-        assert_close(logits_after(load(gpu, tiny, chunk=chunk), ids), want, *F32, f"chunks of {chunk}")
+@pytest.mark.parametrize("fast", [False, True], ids=["high", "fast"])
+def test_chunks_make_no_difference(gpu, tiny, fast):
+    ids, bounds = tokens(540), FAST_LONG if fast else F32
+    want = Reference(GgufFile(tiny), fast=fast, fast_many=fast).forward(ids)
+    for chunk, count in ((1, 64), (7, 64), (32, 540), (512, 540)):
+        model = load(gpu, tiny, context=540, chunk=chunk, fast=fast)
+        assert_close(logits_after(model, ids[:count]), want[count - 1], *bounds, f"chunks of {chunk}")
 
 
 def test_progress_counts_every_chunk(model):
@@ -372,6 +379,20 @@ def test_safe_recording_gives_the_same(gpu, tiny, model, monkeypatch):
     got = [logits_after(safe, ids), *(logits_after(safe, [i]) for i in ids[:3])]
     assert (np.array(got) == np.array(want)).all()
     assert list(islice(safe.greedy(), 12)) == list(islice(model.greedy(), 12))
+
+
+def test_a_long_text_is_the_same_in_safe_recording(gpu, tmp_path, monkeypatch):
+    """2000 tokens, through every way in which attention of one token is split; and the last logits, bit for bit."""
+    path = tiny_llama(tmp_path / "m.gguf", kind="Q4_0", layers=1, heads=2, kv_heads=1, head_dim=64, ffn=64)
+    found = []
+    for safe in ("0", "1"):
+        monkeypatch.setenv("LLAMAGPU_SAFE", safe)
+        model = load(gpu, path, context=2048, fast=True)
+        assert model.recorder.safe == (safe == "1")
+        model.prefill(tokens(5))
+        found.append((list(model.greedy(2000)), model.read_logits().tolist()))
+        assert len({key[2] for key in model.plans if key[0] == "plan"}) > (3 if gpu.caps.subgroup >= 4 else 0)
+    assert found[0] == found[1]
 
 
 def test_checked_shaders_give_the_same(tiny, model):
