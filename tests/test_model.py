@@ -1,6 +1,8 @@
 """The transformer on the device against numpy float64: tiny random models of every shape, then real ones."""
 
 import json
+import math
+import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -23,6 +25,7 @@ from llamagpu.engine.llama import Transformer
 from llamagpu.engine.sampler import Sampling, make_sampler
 from llamagpu.engine.tiled import TiledTransformer, load_tiles, suits_tiles
 from llamagpu.engine.weights import load_weights
+from llamagpu.gpu.recorder import Plan, Recorder
 
 # (NMSE, largest error / largest logit). All sums are in f32, measured 1e-12 and 2e-6; a few layers deep.
 F32 = (1e-10, 1e-5)
@@ -289,6 +292,41 @@ def test_greedy_in_batches(model, monkeypatch, batch):
     model.truncate(0)
     model.prefill(prompt)
     assert list(islice(model.greedy(), 40)) == want
+
+
+def burn(gpu: Any, seconds: float) -> Plan:
+    """Dispatches that take the adapter so long, or longer."""
+    buffers = {"x": gpu.upload(np.array([0.5, 1, 0, 0], np.float32), "x"), "y": gpu.zeros(1024, "y")}
+    work, taken = gpu.dispatch("peak", (), {"ROUNDS": 1000}, buffers, (1, 1, 1)), []
+    for _ in range(5):
+        started = time.perf_counter()
+        Recorder(gpu).submit([(Plan([work] * 20), 1, 0)], buffers["y"]).wait()
+        taken.append((time.perf_counter() - started) / 20)
+    return Plan([work] * math.ceil(seconds / min(taken)))
+
+
+def test_batches_are_short_however_slow_the_steps(gpu, tmp_path, monkeypatch):
+    """Tokens come several at a time, but no later than 50 ms after they were made: the steps of a fast model become
+    slow, then slower than a batch may last."""
+    model = load(gpu, tiny_llama(tmp_path / "m.gguf", kind="Q4_0", layers=1), context=256)
+    slow, slower, steps = burn(gpu, 0.006), burn(gpu, 0.03), model.steps
+    batches: list[tuple[int, int]] = []  # position, size
+
+    def slowed(pos: int, count: int, choose: Plan) -> list[Any]:
+        batches.append((pos, count))
+        extra = [slow if p < 140 else slower for p in range(pos, pos + count) if p >= 100]
+        return [*steps(pos, count, choose), *((plan, 1, 0) for plan in extra)]
+
+    monkeypatch.setattr(model, "steps", slowed)
+    model.prefill(tokens(5))
+    came = [time.perf_counter() for _ in model.greedy(150)]  # token i is chosen in the step at position 4 + i
+    sizes = {phase: [n for pos, n in batches if first <= pos < end] for phase, first, end in
+             (("fast", 0, 90), ("slow", 120, 140), ("slower", 148, 256))}  # fmt: skip
+    assert 1 < max(sizes["fast"]) <= llama.BATCH
+    assert sizes["slow"] and max(sizes["slow"]) <= 3  # 20 ms / 6
+    assert len(sizes["slower"]) > 2 and max(sizes["slower"]) == 1
+    lasted = [came[pos - 4] - came[pos - 5] for pos, count in batches if count > 1]
+    assert np.median(lasted) < 0.05
 
 
 def test_greedy_may_stop_anywhere(model, monkeypatch):
