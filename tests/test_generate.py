@@ -16,12 +16,15 @@ from test_hostile_files import encode as encode_gguf
 import llamagpu
 from llamagpu.engine import selfcheck
 from llamagpu.errors import DoesNotFit, LlamaGpuError, NumericCheckFailed
-from llamagpu.files.gguf_file import GgufFile
+from llamagpu.files.config import tensor_shapes
+from llamagpu.files.gguf_file import BLOCKS, GgufFile, RawTensor
 from llamagpu.files.tokenizer import Tokenizer
 
 pytest.importorskip("wgpu")
 from llamagpu import Llama, Sampling
 from llamagpu.engine.generate import Token
+from llamagpu.engine.memory import plan_memory
+from llamagpu.engine.synthetic import synthetic_config
 
 GREEDY = Sampling(temperature=0)
 VARIED = Sampling(temperature=3, top_k=0, top_p=1, min_p=0, seed=11)
@@ -302,6 +305,30 @@ def test_memory_plan(path, any_gpu, monkeypatch):
             Llama(file, device=any_gpu)
         assert any_gpu.allocated_bytes == before and caught.value.remedy
         monkeypatch.delenv("LLAMAGPU_MAX_MEMORY")
+
+
+@pytest.mark.parametrize("precision", ["high", "fast"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K"])
+def test_memory_plan_of_a_gpu(tmp_path, gpu, monkeypatch, kind, precision):
+    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=False))
+    keys, tensors = tiny_parts(kind=kind, vocab=10_000, dim=256, ffn=512, layers=1)
+    before = gpu.allocated_bytes
+    llama = Llama(write_gguf(tmp_path / "m.gguf", keys, tensors), device=gpu, precision=precision)
+    used = gpu.allocated_bytes - before
+    assert 0.97 * used <= llama.memory.total <= 1.05 * used
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"])
+def test_memory_is_that_of_the_file_and_little_more(gpu, monkeypatch, name):
+    """On a GPU: the weights as the file has them, the cache, one token's activations, and at most 8 % of these."""
+    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=False, half=True))
+    config = synthetic_config(name)
+    last = "token_embd" if config.tied else "output"
+    kinds = {n: "F32" if "norm" in n else "Q6_K" if last in n else "Q4_0" for n in tensor_shapes(config)}
+    tensors = {n: RawTensor(n, kinds[n], shape, np.zeros(0)) for n, shape in tensor_shapes(config).items()}
+    file = sum(math.prod(t.shape) // BLOCKS[t.kind][0] * BLOCKS[t.kind][1] for t in tensors.values())
+    plan, single = (plan_memory(config, tensors, gpu, 1024, chunk, False, fast=True) for chunk in (512, 1))
+    assert plan.total < 1.08 * (file + plan.cache + single.scratch)
 
 
 def test_memory_for_a_longer_text_is_planned_too(tmp_path, gpu, monkeypatch):
