@@ -424,7 +424,7 @@ def test_a_long_text_is_the_same_in_safe_recording(gpu, tmp_path, monkeypatch):
     found = []
     for safe in ("0", "1"):
         monkeypatch.setenv("LLAMAGPU_SAFE", safe)
-        model = load(gpu, path, context=2048, fast=True)
+        model = load(gpu, path, context=2048)
         assert model.recorder.safe == (safe == "1")
         model.prefill(tokens(5))
         found.append((list(model.greedy(2000)), model.read_logits().tolist()))
