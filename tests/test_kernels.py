@@ -894,7 +894,7 @@ def test_sample_penalises_what_came_lately(any_gpu, penalty):
     assert (window == recent).all()
 
 
-# One filter each, then all of them; every one leaves at least 4 tokens and takes away at least a tenth
+# One filter each, then all of them
 FILTERS = {
     "none": Sampling(1.0, 64, 1.0, 0.0),
     "temperature": Sampling(0.6, 64, 1.0, 0.0),

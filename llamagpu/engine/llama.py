@@ -105,7 +105,7 @@ class Transformer:
         if old:
             self.copy_caches(caches, old, capacity)
         freed = [*(b for pair in self.caches for b in pair), self.rope] if old else []
-        self.plans.clear()  # a Ctrl-C before this changes nothing, and one after it finds everything new
+        self.plans.clear()  # and then all at once: a Ctrl-C finds the old cache or the new one, whole
         self.caches, self.rope, self.capacity = caches, rope, capacity
         gpu.free(*freed)
 

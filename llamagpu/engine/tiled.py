@@ -112,7 +112,7 @@ class TiledTransformer(Transformer):
         if old:
             self.copy_images(self.images, images)
         freed = [*self.images, self.rope, self.scored] if old else []
-        self.plans.clear()  # a Ctrl-C before this changes nothing, and one after it finds everything new
+        self.plans.clear()  # and then all at once: a Ctrl-C finds the old cache or the new one, whole
         self.dispatches.clear()
         self.images, self.scored, self.rope, self.capacity = images, scored, rope, capacity
         gpu.free(*freed)
