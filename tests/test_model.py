@@ -143,6 +143,19 @@ def test_int8_activations(gpu, tmp_path, name):
     check_against_reference(model, path)
 
 
+def test_norms_inside_the_linears_or_before_them(gpu, tmp_path):
+    """The fused plan of one token gives what the plan with two more dispatches a layer gives."""
+    path, ids = tiny_llama(tmp_path / "m.gguf", **MODELS["head_dim 64"]), tokens(20)
+    fused, plain = load(gpu, path, fast=True), load(gpu, path, fast=True)
+    if not fused.joins_norm:
+        pytest.skip("the adapter has too few bindings, or too little workgroup memory")
+    plain.joins_norm = False
+    assert len(plain.plan(1)) == len(fused.plan(1)) + 2 * fused.config.layers
+    assert len(fused.plan(1, 2000, embed=False)) + len(fused.choose()) <= 7 * fused.config.layers + 3
+    for token in ids:
+        assert_close(logits_after(fused, [token]), logits_after(plain, [token]), *FAST)
+
+
 @pytest.mark.parametrize("name", ["32 weights", "odd widths"])
 def test_int8_activations_only_where_they_fit(gpu, tmp_path, name):
     assert not load(gpu, tiny_llama(tmp_path / "m.gguf", **MODELS[name]), fast=True).fast
