@@ -17,7 +17,7 @@ from llamagpu.gpu.routes import Caps, Linear, Route
 
 wgpu = pytest.importorskip("wgpu")
 from llamagpu.engine import ops, synthetic  # noqa: E402
-from llamagpu.engine.sampler import Sampling, candidates  # noqa: E402
+from llamagpu.engine.sampler import Sampling, candidates, make_sampler, penalise  # noqa: E402
 from llamagpu.engine.weights import Matrix, Part, to_q6, upload_part  # noqa: E402
 from llamagpu.gpu.recorder import Plan, Recorder  # noqa: E402
 from llamagpu.tools import baselines  # noqa: E402
@@ -594,7 +594,19 @@ CAPACITY = 240
 
 @on_gpus(ATTEND)
 def test_attend(any_gpu, route, case):
-    gpu, table = any_gpu, only(any_gpu, route, case)
+    assert check_attend(any_gpu, case, only(any_gpu, route, case), tolerance(route)) == route.kernel
+
+
+@pytest.mark.parametrize("case", [Heads(64, 66, 1, True), Heads(64, 66, 1, True, m=33), Heads(256, 33, 1, True, m=33)])
+def test_attend_of_many_heads_to_one(gpu, case):
+    """More heads share a key than some workgroups have rows or subgroups: others are taken."""
+    check_attend(gpu, case)
+
+
+def check_attend(
+    gpu: Any, case: Heads, table: tuple[Route, ...] | None = None, bounds: tuple[float, float] = F32
+) -> str:
+    """Runs the case, which must be right and stay in its place; the kernel's name."""
     c = config(case.heads, case.kv_heads, case.head_dim, window=case.window)
     rng, d, kind = random(case.name), case.head_dim, np.float32 if case.kv_f32 else np.float16
     q = rng.standard_normal((33, case.heads, d)).astype(np.float32)
@@ -603,9 +615,7 @@ def test_attend(any_gpu, route, case):
     v = rng.standard_normal((case.kv_heads, CAPACITY, d)).astype(kind)
     qs, ks, vs = gpu.upload(q, "q"), gpu.zeros(k.nbytes, "k"), gpu.zeros(v.nbytes, "v")
     y, at = gpu.zeros(q.nbytes + 4 * case.heads * d, "y"), step(gpu, 1)
-    stats = gpu.zeros(16, "stats")  # of several splits
-    dispatch = ops.attend(gpu, c, qs, ks, vs, y, case.m, at, case.kv_f32, table, stats=stats)
-    assert dispatch.label == route.kernel
+    dispatch = ops.attend(gpu, c, qs, ks, vs, y, case.m, at, case.kv_f32, table)
     for m, pos in ATTEND_STEPS[case.m]:
         end = pos + m
         stale = np.arange(CAPACITY)[:, None] >= end  # positions that are not there yet: far from harmless
@@ -617,8 +627,9 @@ def test_attend(any_gpu, route, case):
         got = gpu.read(y, np.float32, 34 * case.heads * d).reshape(34, case.heads, d)
         exact = [a.astype(np.float64) for a in (q[:m].swapaxes(0, 1), k[:, :end], v[:, :end])]
         want = attention(*exact, pos + np.arange(m), case.window).swapaxes(0, 1)
-        assert_close(got[:m], want, *tolerance(route), f"{m} tokens at {pos}")
+        assert_close(got[:m], want, *bounds, f"{m} tokens at {pos}")
         assert (got[m:] == GUARD).all(), f"{m} tokens at {pos}: wrote behind the last"
+    return dispatch.label
 
 
 ATTEND_STEPS = {  # plan's tokens -> (tokens, position): around the ends of a block of 64 positions
@@ -879,6 +890,29 @@ def tops(logits: np.ndarray) -> np.ndarray:
     return np.array([(c.max().view(np.uint32), 64 * i + c.argmax()) for i, c in chunks], np.uint32)
 
 
+def draw_on(
+    gpu: Any, logits: np.ndarray, s: Sampling, draws: int = 1, pos: int = 1, recent: Sequence[int] = (), oldest: int = 0
+) -> tuple[np.ndarray, ...]:
+    """`draws` draws in one submission, each from these logits -> (ring, recent, step, tokens, logits) afterwards."""
+    vocab, quads, window = logits.size, -(-logits.size // 4), len(recent)
+    part, _ = upload(gpu, Weight("f16", 2, 8))
+    reals = np.array([s.temperature, s.top_p, s.min_p, s.repeat_penalty], np.float32)
+    settings = np.concatenate([reals.view(np.uint32), np.array([s.top_k, s.seed, window, oldest], np.uint32)])
+    kept, values, best = (gpu.upload(data, "in") for data in (logits, logits, tops(logits)))
+    ring = gpu.upload(np.array([0] * draws + list(recent), np.uint32), "ring")
+    tokens, at, table = gpu.zeros(16, "tokens"), step(gpu, 1, pos - 1, 99), Matrix(vocab, 8, (part, part))
+    uniform = gpu.upload(settings, "sampling", wgpu.BufferUsage.UNIFORM)
+    renew = [  # a penalty changes the logits: in a model, the next step makes new ones
+        gpu.dispatch("copy", (), {"QUADS": quads}, {"x": kept, "y": values}, (1, 1, 1)),
+        gpu.dispatch("argmax", (), {"VOCAB": vocab}, {"logits": values, "best": best}, (len(tops(logits)), 1, 1)),
+    ]
+    choice = ops.pick(gpu, best, len(tops(logits)), tokens, ring, draws, at, table, tokens, values, uniform)
+    run(gpu, [*renew * bool(recent), choice] * draws, 1)
+    rings = gpu.read(ring, np.uint32, draws + window)
+    others = gpu.read(at, np.uint32, 4), gpu.read(tokens, np.uint32, 1), gpu.read(values, np.float32, vocab)
+    return rings[:draws], rings[draws:], *others
+
+
 SAMPLINGS = [
     Sampling(1.0, 64, 1.0, 0.0), Sampling(0.8, 40, 0.95, 0.05), Sampling(1.5, 64, 0.5, 0.0),
     Sampling(1.0, 7, 1.0, 0.2), Sampling(0.3, 1, 1.0, 0.0),
@@ -890,50 +924,77 @@ SAMPLINGS = [
 @pytest.mark.parametrize("vocab", [5, 700, 9001])
 def test_sample_draws_as_the_host_does(any_gpu, vocab, s):
     """64 draws of one submission: each by its own number, from the candidates that the host would keep."""
-    gpu, seed, start = any_gpu, 1234, 11
+    seed, start = 1234, 11
     logits = (3 * random(f"draw {vocab}").standard_normal(vocab)).astype(np.float32)
-    best = tops(logits)
-    settings = np.array([s.temperature, s.top_p, s.min_p, 1.0], np.float32).view(np.uint32)
-    settings = np.concatenate([settings, np.array([s.top_k, seed, 0, 0], np.uint32)])
-    part, _ = upload(gpu, Weight("f16", 2, 8))
-    table = Matrix(vocab, 8, (part, part))
-    tokens, ring, at = gpu.zeros(16, "tokens"), gpu.zeros(64 * 4, "ring"), step(gpu, 1, start - 1, 99)
-    buffers = gpu.upload(logits, "logits"), gpu.upload(settings, "sampling", wgpu.BufferUsage.UNIFORM)
-    args = gpu.upload(best, "best"), len(best), tokens, ring, 64, at, table, tokens
-    run(gpu, [ops.pick(gpu, *args, *buffers)] * 64, 1)
+    drawn, _, at, tokens, _ = draw_on(any_gpu, logits, replace(s, seed=seed), 64, start)
     order, shares = candidates(logits.astype(np.float64), s)
     sums = np.cumsum(shares)
-    for i, got in enumerate(gpu.read(ring, np.uint32, 64)):
+    for i, got in enumerate(drawn):
         number = drawn_number(seed, start + i)
         if np.abs(sums[:-1] - number).min(initial=1.0) > 1e-5:  # f32 may decide a tie otherwise
             assert got == order[np.searchsorted(sums, number, side="right")], f"draw {i}"
-    assert gpu.read(tokens, np.uint32, 1)[0] == got
-    assert list(gpu.read(at, np.uint32, 4)) == [start - 1 + 64, 1, 99, 64]
+    assert tokens[0] == got
+    assert list(at) == [start - 1 + 64, 1, 99, 64]
 
 
 @pytest.mark.parametrize("penalty", [1.5, 0.5])
 def test_sample_penalises_what_came_lately(any_gpu, penalty):
     """Top-k 1 of penalised logits: each token of the window once, whatever its sign; others not at all."""
-    gpu, vocab, none = any_gpu, 700, 0xFFFFFFFF
+    vocab, none = 700, 0xFFFFFFFF
     logits = (3 * random("penalty").standard_normal(vocab)).astype(np.float32)
     recent = np.array([*logits.argsort()[::-1][[0, 1, 1, 5, 0, 300, 699]], none], np.uint32)
     want = logits.astype(np.float64)
     for t in set(recent.tolist()) - {none}:
         want[t] = want[t] / penalty if want[t] > 0 else want[t] * penalty
-    best = tops(logits)
-    settings = np.array([1.0, 1.0, 0.0, penalty], np.float32).view(np.uint32)
-    settings = np.concatenate([settings, np.array([1, 7, 8, 3], np.uint32)])
-    part, _ = upload(gpu, Weight("f16", 2, 8))
-    tokens, at = gpu.zeros(16, "tokens"), step(gpu, 1)
-    ring = gpu.upload(np.concatenate([np.zeros(4, np.uint32), recent]), "ring")
-    values = gpu.upload(logits, "logits")
-    buffers = values, gpu.upload(settings, "sampling", wgpu.BufferUsage.UNIFORM)
-    args = gpu.upload(best, "best"), len(best), tokens, ring, 4, at, Matrix(vocab, 8, (part, part)), tokens
-    run(gpu, [ops.pick(gpu, *args, *buffers)], 1)
-    assert_close(gpu.read(values, np.float32, vocab), want, *COPIED)
-    assert gpu.read(tokens, np.uint32, 1)[0] == want.argmax()
+    s = Sampling(1.0, 1, 1.0, 0.0, penalty, seed=7)
+    _, window, _, tokens, penalised = draw_on(any_gpu, logits, s, recent=recent.tolist(), oldest=3)
+    assert_close(penalised, want, *COPIED)
+    assert tokens[0] == want.argmax()
     recent[3] = want.argmax()  # takes the place of the oldest
-    assert (gpu.read(ring, np.uint32, 12)[4:] == recent).all()
+    assert (window == recent).all()
+
+
+# One filter each, then all of them
+FILTERS = {
+    "none": Sampling(1.0, 64, 1.0, 0.0),
+    "temperature": Sampling(0.6, 64, 1.0, 0.0),
+    "top-k": Sampling(1.0, 4, 1.0, 0.0),
+    "top-p": Sampling(1.0, 64, 0.5, 0.0),
+    "min-p": Sampling(1.0, 64, 1.0, 0.1),
+    "penalty": Sampling(1.0, 64, 1.0, 0.0, 1.5, 16),
+    "all": Sampling(0.8, 40, 0.8, 0.1, 1.2, 64),
+}
+
+
+@pytest.mark.parametrize("sampler", ["device", "host"])
+@pytest.mark.parametrize("name", FILTERS)
+def test_both_samplers_have_one_distribution(gpu, name, sampler):
+    """3000 draws: how often each token came against its share, or with a penalty the sum of its shares given what
+    had come before each draw."""
+    s, draws = replace(FILTERS[name], seed=5), 3000
+    logits = (2 * random("shares").standard_normal(300)).astype(np.float32)
+    recent = logits.argsort()[::-1][: s.repeat_last_n].tolist() if s.repeat_penalty != 1.0 else []
+
+    def draw(s: Sampling, draws: int) -> list[int]:
+        if sampler == "device":
+            return draw_on(gpu, logits, s, draws, recent=recent)[0].tolist()
+        choose = make_sampler(s, recent)
+        return [choose(logits) for _ in range(draws)]
+
+    drawn = draw(s, draws)
+    assert drawn[:50] == draw(s, 50) != draw(replace(s, seed=6), 50)
+    shares, said = np.zeros((draws if recent else 1, 300)), recent + drawn
+    for i, row in enumerate(shares):
+        order, kept = candidates(penalise(logits.astype(np.float64), said[i : i + len(recent)], s), s)
+        row[order] = kept
+    shares = np.broadcast_to(shares, (draws, 300))
+    count, mean, spread = np.bincount(drawn, minlength=300), shares.sum(0), (shares * (1 - shares)).sum(0)
+    assert not count[mean == 0].any()
+    rare = mean < 20  # counted together
+    off = np.append((count - mean)[~rare], (count - mean)[rare].sum())
+    spread = np.append(spread[~rare], max(spread[rare].sum(), 1.0))
+    # standard deviations: chance takes one of these 350 comparisons beyond 4.5 with one seed in 400
+    assert np.abs(off / np.sqrt(spread)).max() < 4.5
 
 
 @covers("log_prob")

@@ -140,6 +140,20 @@ def test_small_matrices_get_small_tiles(n):
 
 
 @EVERY_CAPS
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("group", [1, 8, 32, 33, 64, 65, 128])
+def test_attention_of_heads_that_share_a_key(caps, group, head_dim):
+    """Each of them has a subgroup of attend_split, and at least one row of attend_tile."""
+    table = routes.attention(group, caps)
+    assert pick(table, head_dim, 1, caps).kernel != "attend_split" or group * caps.subgroup <= caps.invocations
+    tile = pick(table, head_dim, 33, caps)
+    if tile.kernel == "attend_tile":
+        assert tile.grid((group, 1, head_dim), shaders.constants(tile.kernel), caps, 33, 0)[1] <= 33
+    else:
+        assert group > 32 or not caps.subgroup
+
+
+@EVERY_CAPS
 def test_embedding(caps):
     assert pick(routes.EMBED, Linear(1, 9, 64, 32, "q4"), caps).kernel == "embed"
     assert pick(routes.EMBED, Linear(1, 9, 33, 33, "f16"), caps).kernel == "embed_any"

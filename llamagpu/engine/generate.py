@@ -96,7 +96,7 @@ class Llama:
             self.limit = context_limit(self.config, context)
             times.open_s, started = lap(started)
             self.gpu = device if isinstance(device, Gpu) else undo.enter_context(closing(Gpu.open(device)))
-            fast = use_fast(self.gpu, precision)
+            self.fast = fast = use_fast(self.gpu, precision)
             times.device_s, started = lap(started)
             self.chunk = min(chunk, self.limit)
             tiles_do = suits_tiles(self.config, self.file.tensors, self.gpu)
@@ -133,7 +133,7 @@ class Llama:
 
     def plan_memory(self, context: int) -> MemoryPlan:
         c, tensors = self.config, self.file.tensors
-        return plan_memory(c, tensors, self.gpu, context, self.chunk, self.kv_f32, self.tiled)
+        return plan_memory(c, tensors, self.gpu, context, self.chunk, self.kv_f32, self.tiled, self.fast)
 
     def chat(self, messages: Sequence[Message]) -> str:
         """The prompt text for a conversation, by the model's own chat template."""

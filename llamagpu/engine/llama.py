@@ -106,15 +106,13 @@ class Transformer:
                 f"use -c {most} or less, or an f16 cache (-ctk f16 -ctv f16)",
             )
         caches = [(gpu.zeros(size, f"k_cache {i}"), gpu.zeros(size, f"v_cache {i}")) for i in range(c.layers)]
+        rope = gpu.upload(rope_table(c, self.freq_factors, capacity), "rope")
         if old:
             self.copy_caches(caches, old, capacity)
-            gpu.free(*(b for pair in self.caches for b in pair), self.rope)
-        self.caches = caches
-        self.rope = gpu.upload(
-            rope_table(c, self.freq_factors, capacity), "rope"
-        )  # [capacity, rope_dims/2] (cos, sin)
-        self.capacity = capacity
-        self.plans.clear()
+        freed = [*(b for pair in self.caches for b in pair), self.rope] if old else []
+        self.plans.clear()  # and then all at once: a Ctrl-C finds the old cache or the new one, whole
+        self.caches, self.rope, self.capacity = caches, rope, capacity
+        gpu.free(*freed)
 
     @property
     def kv_bytes(self) -> int:

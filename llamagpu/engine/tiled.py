@@ -107,15 +107,15 @@ class TiledTransformer(Transformer):
         capacity = -(-context // 4) * 4  # a texel of `scored` holds 4 positions
         size = -(-capacity // FOLD) * self.texels, min(capacity, FOLD)
         images = [gpu.image(*size, f"cache {i}") for i in range(c.layers)]
+        scored = gpu.image(min(capacity // 4, FOLD), -(-capacity // 4 // FOLD) * c.heads, "scored")
+        rope = gpu.upload(rope_table(c, self.freq_factors, capacity), "rope")  # [capacity, rope_dims/2, 2]
         if old:
             self.copy_images(self.images, images)
-            gpu.free(*self.images, self.rope, self.scored)
-        self.images = images
-        self.scored = gpu.image(min(capacity // 4, FOLD), -(-capacity // 4 // FOLD) * c.heads, "scored")
-        self.rope = gpu.upload(rope_table(c, self.freq_factors, capacity), "rope")  # [capacity, rope_dims/2, 2]
-        self.capacity = capacity
-        self.plans.clear()
+        freed = [*self.images, self.rope, self.scored] if old else []
+        self.plans.clear()  # and then all at once: a Ctrl-C finds the old cache or the new one, whole
         self.dispatches.clear()
+        self.images, self.scored, self.rope, self.capacity = images, scored, rope, capacity
+        gpu.free(*freed)
 
     def copy_images(self, before: list[Any], after: list[Any]) -> None:
         encoder = self.gpu.device.create_command_encoder()

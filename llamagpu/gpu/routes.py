@@ -303,10 +303,11 @@ SILU_MUL_IMAGE = (
 
 
 def attention(group: int, caps: Caps) -> tuple[Route, ...]:
-    """The rows of ATTEND for `group` query heads per kv head: attend_split has a subgroup for each in a workgroup,
-    attend_tile two rows or more."""
-    held = {"attend_split": group * caps.subgroup <= caps.invocations, "attend_tile": group <= 32}
-    return tuple(route for route in ATTEND if held.get(route.kernel, True))
+    """The rows of ATTEND for `group` query heads per kv head: a workgroup of attend_split has a subgroup for each, one
+    of attend_tile has 32 rows or more, which are at least one token of each."""
+    unfit = {"attend_split"} if group * caps.subgroup > caps.invocations else set()
+    unfit |= {"attend_tile"} if group > 32 else set()
+    return tuple(route for route in ATTEND if route.kernel not in unfit)
 
 
 def score_groups(pos: int, workgroup: int) -> int:
