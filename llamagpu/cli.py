@@ -78,7 +78,7 @@ def generate(
         bool, o.option("--raw", "-no-cnv", help="Continue the text as it is: no chat template.")
     ] = False,
     system: o.SystemOption = None,
-    ubatch: o.UbatchOption = 512,
+    ubatch: o.UbatchOption = None,
     cache_type: o.CacheOption = None,
     prompt_cache: o.PromptCacheOption = None,
     prompt_cache_ro: o.PromptCacheRoOption = False,
@@ -159,7 +159,7 @@ def chat(
     repeat_penalty: o.PenaltyOption = 1.0,
     repeat_last_n: o.LastNOption = 64,
     seed: o.SeedOption = -1,
-    ubatch: o.UbatchOption = 512,
+    ubatch: o.UbatchOption = None,
     cache_type: o.CacheOption = None,
     precision: o.PrecisionOption = None,
     device: o.DeviceOption = None,

@@ -63,7 +63,9 @@ SeedOption = Annotated[int, option("-s", "--seed", help="Same seed, same text; -
 SystemOption = Annotated[
     str | None, option("-sys", "--system", "--system-prompt", help="System message for the chat template.")
 ]
-UbatchOption = Annotated[int, option("-ub", "--ubatch-size", min=1, help="Prompt tokens per step.")]
+UbatchOption = Annotated[
+    int | None, option("-ub", "--ubatch-size", min=1, help="Prompt tokens per step [GPU 1024, CPU 512].")
+]
 CacheOption = Annotated[
     CacheType | None, option("-ctk", "-ctv", "--cache-type", help="KV cache; the adapter's better one.")
 ]

@@ -5,7 +5,7 @@ enable f16;
 // to the long sum v (joined). quad_of: which quad of dimensions an owner's quad i is. even_out: some dimensions of keys are
 // much larger than others, and one scale for all would leave the others few steps; so keys are divided, and queries
 // multiplied, by the square root of the largest that the first places have in each dimension (half the squared error with
-// SmolLM2). Needs HEAD_DIM a power of two, subgroups of HEAD_DIM / 8 lanes or more, WORKGROUP % (HEAD_DIM / 8) == 0.
+// SmolLM2). Parts: record. Needs HEAD_DIM a power of two, subgroups of HEAD_DIM / 8 lanes or more, WORKGROUP % (HEAD_DIM / 8) == 0.
 alias Sum = i32;
 alias Real4 = vec4<f16>;
 struct Query { v: array<u32, OWN>, unit: f32 }
@@ -15,9 +15,7 @@ var<workgroup> keys: array<vec2<u32>, PLACES * OCTS>;
 var<workgroup> key_units: array<f32, PLACES>;
 var<workgroup> largest_of: array<vec4<f32>, 2u * WORKGROUP>;
 var<workgroup> up: array<vec4<f32>, QUADS>;
-var<workgroup> down: array<vec4<f32>, QUADS>;
-fn magnitude(v: vec4<f32>) -> f32 { let a = abs(v); return max(max(a.x, a.y), max(a.z, a.w)); }
-fn bytes(v: vec4<f32>, to: f32) -> u32 { return pack4xI8(vec4<i32>(round(v * to))); }
+var<private> down: mat2x4<f32>;  // for the run of 8 dimensions that this invocation stages
 fn even_out(loads: ptr<function, array<Oct, LOADS>>, index: u32) {
   var a = vec4<f32>();
   var b = vec4<f32>();
@@ -32,15 +30,14 @@ fn even_out(loads: ptr<function, array<Oct, LOADS>>, index: u32) {
   if (index < QUADS) {
     var top = vec4<f32>();
     for (var i = index; i < 2u * WORKGROUP; i += QUADS) { top = max(top, largest_of[i]); }
-    let root = sqrt(max(top, vec4<f32>(1e-6)));
-    up[index] = root;
-    down[index] = 1.0 / root;
+    up[index] = sqrt(max(top, vec4<f32>(1e-6)));
   }
   workgroupBarrier();
+  down = mat2x4<f32>(1.0 / up[2u * index % QUADS], 1.0 / up[(2u * index + 1u) % QUADS]);
 }
 fn put_key(n: u32, key: mat2x4<f32>) {  // run n of 8 dimensions; all of a key's lie in one subgroup
-  let k = mat2x4<f32>(key[0] * down[2u * n % QUADS], key[1] * down[(2u * n + 1u) % QUADS]);
-  var top = max(magnitude(k[0]), magnitude(k[1]));
+  let k = mat2x4<f32>(key[0] * down[0], key[1] * down[1]);
+  var top = max(largest(k[0]), largest(k[1]));
   for (var d = 1u; d < OCTS; d <<= 1u) { top = max(top, subgroupShuffleXor(top, d)); }
   let to = select(0.0, 127.0 / top, top > 0.0);
   if (PLACES * OCTS % WORKGROUP == 0u || n < PLACES * OCTS) {
@@ -52,7 +49,7 @@ fn query(v: ptr<function, array<vec4<f32>, OWN>>, own: u32) -> Query {
   var top = 0.0;
   for (var i = 0u; i < OWN; i++) {
     (*v)[i] *= up[quad_of(i, own)];
-    top = max(top, magnitude((*v)[i]));
+    top = max(top, largest((*v)[i]));
   }
   for (var d = 1u; d < SHARE; d <<= 1u) { top = max(top, subgroupShuffleXor(top, d)); }
   var q: Query;

@@ -10,7 +10,7 @@ from typing import Any
 import wgpu
 
 from llamagpu.engine import prompt_cache
-from llamagpu.engine.llama import CHUNK, Transformer
+from llamagpu.engine.llama import Transformer
 from llamagpu.engine.memory import MemoryPlan, plan_memory
 from llamagpu.engine.sampler import Sampling, make_sampler, need_finite
 from llamagpu.engine.selfcheck import use_fast
@@ -21,6 +21,7 @@ from llamagpu.files.config import LlamaConfig, check_tensors
 from llamagpu.files.packed_file import open_model
 from llamagpu.files.repack import small
 from llamagpu.files.tokenizer import Tokenizer
+from llamagpu.gpu import routes
 from llamagpu.gpu.device import Gpu
 
 FIRST_CONTEXT = 1024  # positions the cache starts with when nobody says; it doubles as the text grows
@@ -76,14 +77,15 @@ class Llama:
         *,
         device: str | Gpu | None = None,
         context: int | None = None,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         kv_type: str | None = None,
         precision: str | None = None,
         progress: Progress | None = None,
         on_plan: Callable[[MemoryPlan, Gpu], None] | None = None,
     ) -> None:
         """`device`: a number or name as in `llamagpu devices`, or an open Gpu to share (it stays open).
-        `kv_type`: "f16" or "f32"; `precision`: "fast" or "high"; None chooses by the adapter."""
+        `chunk`: most tokens of a prompt's step; `kv_type`: "f16" or "f32"; `precision`: "fast" or "high"; None
+        chooses by the adapter."""
         check_choice("kv_type", kv_type, ("f16", "f32"))
         check_choice("precision", precision, ("fast", "high"))
         times = self.load_times = LoadTimes()
@@ -98,7 +100,7 @@ class Llama:
             self.gpu = device if isinstance(device, Gpu) else undo.enter_context(closing(Gpu.open(device)))
             self.fast = fast = use_fast(self.gpu, precision)
             times.device_s, started = lap(started)
-            self.chunk = min(chunk, self.limit)
+            self.chunk = min(chunk or routes.chunk(self.gpu.caps), self.limit)
             tiles_do = suits_tiles(self.config, self.file.tensors, self.gpu)
             self.tiled = tiles_do and kv_type != "f16" and not fast
             self.kv_f32 = kv_type == "f32" if kv_type else self.tiled or not self.gpu.caps.half
@@ -115,7 +117,7 @@ class Llama:
             factors = self.file.tensors.get("rope_freqs.weight")
             freq_factors = None if factors is None else small(factors)
             self.model = (TiledTransformer if self.tiled else Transformer)(
-                self.gpu, self.config, weights, freq_factors, first, self.limit, chunk, self.kv_f32, fast
+                self.gpu, self.config, weights, freq_factors, first, self.limit, self.chunk, self.kv_f32, fast
             )
             self.model.plan(1)
             times.compile_s, started = lap(started)

@@ -24,6 +24,7 @@ RING = 64  # picked tokens the device keeps: more than two batches
 MOST_RECENT = 256  # tokens a repetition penalty on the device looks back
 BATCH = 8  # most decode steps in one submission
 VISIBLE_S = 0.02  # a batch lasts no longer: two are in flight, and text should appear within 50 ms
+RECORDING = ("attend_split", "attend_tile")  # kernels of attention that make int8 records themselves
 Progress = Callable[[int, int], None]
 
 
@@ -78,13 +79,14 @@ class Transformer:
     def activations(self) -> None:
         """What the kernels of a step hand to each other."""
         gpu, c, rows = self.gpu, self.config, self.chunk
+        # int8 records do without the f32 of the same, but where attention's kernel does not make them
+        wide = rows if not (self.fast and self.fast_many) else 1
+        attended = wide if all(self.attention(m) in RECORDING for m in (1, 2, rows)) else rows
         self.x = gpu.zeros(rows * c.dim * 4, "x")  # [m, dim] residual stream
-        self.h = gpu.zeros(
-            rows * max(c.dim, c.heads * c.head_dim) * 4, "h"
-        )  # [m, dim] normalised; [m, heads, head_dim] attended
-        self.q = gpu.zeros(rows * c.heads * c.head_dim * 4, "q")  # [m, heads, head_dim] rotated queries
-        self.act = gpu.zeros(rows * c.ffn_dim * 4, "act")  # [m, ffn] silu(gate) * up
         widest = max(c.dim, c.heads * c.head_dim)
+        self.h = gpu.zeros(attended * widest * 4, "h")  # [m, dim] normalised; [m, heads, head_dim] attended
+        self.q = gpu.zeros(rows * c.heads * c.head_dim * 4, "q")  # [m, heads, head_dim] rotated queries
+        self.act = gpu.zeros(wide * c.ffn_dim * 4, "act")  # [m, ffn] silu(gate) * up
         self.h_i8 = gpu.zeros(rows * widest // 32 * 48, "h_i8")  # [m, dim/32] records: normalised, then attended
         self.act_i8 = gpu.zeros(rows * c.ffn_dim // 32 * 48, "act_i8")  # [m, ffn/32] records
         self.partial = gpu.zeros(c.heads * routes.MOST_SPLITS * c.head_dim * 4, "partial")  # [heads, splits, head_dim]
@@ -217,7 +219,7 @@ class Transformer:
         i8, width, h = inputs == "i8", c.heads * c.head_dim, self.normed(m)
         kernel, out = self.attention(m), ops.add(self.x, matrix)
         splits = routes.splits(reach, c.kv_heads, m) if kernel == "attend_split" else 1
-        records = i8 and kernel in ("attend_split", "attend_tile")  # made by the kernel itself
+        records = i8 and kernel in RECORDING
         found = ops.attend(
             gpu, c, self.q, k_cache, v_cache, self.partial if splits > 1 else h if records else self.h, m, step,
             self.kv_f32, i8=i8, splits=splits, stats=self.stats, reach=reach, rough=self.rough,

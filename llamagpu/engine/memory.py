@@ -82,7 +82,9 @@ def plan_memory(
     c, heads = config, config.heads * config.head_dim
     cache_layer = c.kv_heads * -(-context // 4) * 4 * c.head_dim * (4 if kv_f32 else 2)
     widest = max(c.dim, heads)
-    row = 4 * (c.dim + widest + heads + c.ffn_dim)  # x, h, q, act of the transformer
+    row = 4 * (c.dim + heads)  # x and q of the transformer
+    if not fast or c.head_dim % 64:
+        row += 4 * (widest + c.ffn_dim)  # h and act
     row += 48 * (widest + c.ffn_dim) // 32  # h and act as int8 records
     once = c.vocab * 2 + context * c.rope_dims + heads * routes.MOST_SPLITS  # logits, choices, rope, partial
     scratch = min(chunk, context) * row + 4 * once

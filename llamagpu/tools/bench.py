@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from llamagpu.errors import about
 from llamagpu.files.config import LlamaConfig, check_tensors
 from llamagpu.files.packed_file import open_model
 from llamagpu.files.repack import packed_bytes, small
+from llamagpu.gpu import routes
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.timing import Span, TimedRecorder, busy_ns, copy_bandwidth, wait_idle, warm_up
 from llamagpu.tools.bench_tests import Test, positions
@@ -139,6 +140,7 @@ def bench(
 ) -> Iterator[Row]:  # fmt: skip
     """A row per test of one model. `probe` gets the first transformer made, and the copy bandwidth."""
     with loss_named(), closing(Gpu.open(settings.device)) as gpu:
+        tests = [t if t.n_ubatch else replace(t, n_ubatch=routes.chunk(gpu.caps)) for t in tests]
         copy = copy_bandwidth(gpu)
         gpu.peak_bytes = gpu.allocated_bytes
         loaded = load(source, gpu, tests, progress)

@@ -17,7 +17,7 @@ class BadValue(LlamaGpuError):
 @dataclass(frozen=True, slots=True)
 class Test:
     n_batch: int
-    n_ubatch: int
+    n_ubatch: int  # 0: by the adapter
     kv_type: str | None  # None: what suits the adapter
     n_depth: int
     n_prompt: int
