@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -244,6 +245,40 @@ def test_interrupted_and_killed(folder, tmp_path):
         assert left(tmp_path) == ["x.gguf"] and out.read_bytes() == b"before"
     make(folder, out, "q4_0")
     assert left(tmp_path) == ["x.gguf"] and out.read_bytes()[:4] == b"GGUF"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from llamagpu.tools.convert.convert import beside, convert, open_source, original_plan, plan
+
+def stop(name, done, total):
+    if "blk.1" in name:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+source, out = open_source(sys.argv[1]), Path(sys.argv[2])
+with beside(out, "original", source, original_plan(source)):
+    if sys.argv[3] == "original":
+        with beside(out, "plain", source, original_plan(source), progress=stop):
+            pass
+    convert(source, out, plan(source, "q4_0"), progress=stop)
+"""
+
+
+@pytest.mark.parametrize("when", ["result", "original"])
+def test_killed(folder, tmp_path, when):
+    """What SIGKILL leaves behind is no model's name, and the next run removes it."""
+    out = tmp_path / "x.gguf"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", KILLED, folder, out, when], env=env, timeout=100)
+    assert run.returncode == -signal.SIGKILL
+    part = ".x.gguf.part" if when == "result" else ".x.gguf.plain.gguf.part"
+    assert left(tmp_path) == [".x.gguf.original.gguf", part]
+    again = command(folder, out)
+    assert again.returncode == 0, again.stderr
+    assert left(tmp_path) == ["x.gguf"]
+    make(folder, tmp_path / "whole.gguf", "q4_0")
+    assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 
 
 def test_two_runs_for_one_file(folder, tmp_path):

@@ -64,7 +64,7 @@ class Job:
 @contextmanager
 def replacing(path: Path, size: int) -> Iterator[BinaryIO]:
     """A file that gets its name when all is well, and vanishes otherwise; `size` is about what it takes."""
-    part, own = path.with_name(f".{path.name}.part"), None
+    part, own = path.with_name(f".{path.name.lstrip('.')}.part"), None
     try:
         if shutil.disk_usage(path.parent).free < size:
             raise OSError(errno.ENOSPC, "no space left")
