@@ -65,8 +65,12 @@ def metadata_of(config: dict[str, Any], name: str) -> dict[str, Any]:
         raise Unsupported(f"architecture {show(config.get('model_type'))} is not supported", WORKING)
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise Unsupported(f"activation {show(config['hidden_act'])} is not supported", WORKING)
+    if real(config, "partial_rotary_factor", 1) != 1:  # llama.cpp has none in these architectures either
+        raise Unsupported("RoPE on a part of each head is not supported", WORKING)
     if arch == "qwen2" and config.get("use_sliding_window"):
         raise Unsupported("a qwen2 model with a sliding window is not supported", WORKING)
+    if arch == "qwen2" and rope_of(config)[0] == "llama3":  # llama.cpp has no place for its factors
+        raise Unsupported("a qwen2 model with llama3 RoPE scaling is not supported", WORKING)
 
     def whole(key: str, default: Any = None) -> int:
         value = default if config.get(key) is None else config[key]
@@ -74,9 +78,6 @@ def metadata_of(config: dict[str, Any], name: str) -> dict[str, Any]:
             raise BadFile(f"config.json: {key} is {show(value)}, not a number from 1 to {MOST}", AGAIN)
         return value
 
-    turned = real(config, "partial_rotary_factor", 1.0)
-    if not 0 < turned <= 1:
-        raise BadFile(f"config.json: partial_rotary_factor is {turned:g}", AGAIN)
     heads = whole("num_attention_heads")
     head_dim = whole("head_dim", whole("hidden_size") // heads)
     keys = {
@@ -89,7 +90,7 @@ def metadata_of(config: dict[str, Any], name: str) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": real(config, "rms_norm_eps"),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "rope.dimension_count": int(head_dim * turned),
+        "rope.dimension_count": head_dim,
         **rope_keys(config),
     }
     if arch == "llama" and config.get("sliding_window"):
