@@ -449,7 +449,7 @@ print(json.dumps([ids, llama.metadata["tokenizer.chat_template"], llama.token_eo
 
 @pytest.mark.parametrize(
     ("name", "arch", "to", "nmse"),  # llama.cpp rounds what meets f16 weights to f16, and else to int8
-    [("llama-spm", "llama", "f16", 1e-6), ("qwen2", "qwen2", "f16", 1e-6), ("llama-spm", "llama", "q4_0", 2e-3)],
+    [("llama-spm", "llama", "f16", 1e-6), ("gpt-2", "qwen2", "f16", 1e-6), ("llama-spm", "llama", "q4_0", 2e-3)],
 )
 def test_llama_cpp_agrees(tmp_path, name, arch, to, nmse):
     pytest.importorskip("llama_cpp")
