@@ -18,9 +18,11 @@ from hf_builder import hf_config, hf_folder, hf_weights, write_safetensors
 from reference import Reference, assert_close
 
 from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
+from llamagpu.files.config import LlamaConfig
 from llamagpu.files.gguf_file import GgufFile
 from llamagpu.files.packed_file import PackedFile
 from llamagpu.files.quantise import quantise, weights_of
+from llamagpu.files.repack import repack
 from llamagpu.files.tokenizer import Tokenizer
 from llamagpu.tools.convert import output
 from llamagpu.tools.convert.convert import convert, open_source, plan
@@ -180,10 +182,35 @@ def test_packed_runs_as_gguf(gpu, tmp_path, arch):
         assert_close(found[0], wanted, *tolerance, what=to)
 
 
+def test_packed_q6_k(gpu, tmp_path):
+    """6 bits in the file, as a GPU has them, and int8 again for a CPU adapter: exactly what the GGUF gives."""
+    from llamagpu.engine.generate import Llama
+    from llamagpu.engine.weights import matrix_jobs, repack_small
+
+    def kind(name: str) -> str:
+        return "Q6_K" if any(part in name for part in ("attn_v", "ffn_down", "token_embd")) else "Q4_K"
+
+    paths = tiny_llama(tmp_path / "m.gguf", kind=kind, dim=256, ffn=512, arch="qwen2"), tmp_path / "m.safetensors"
+    make(paths[0], paths[1], "packed")
+    files = GgufFile(paths[0]), PackedFile(paths[1])
+    config = LlamaConfig.from_gguf(files[0].metadata, files[0].tensors)
+    for pack, forms in ((repack_small, {"q4", "q6"}), (repack, {"q4", "q8"})):
+        found = [[job() for _, job in matrix_jobs(file.tensors, config, pack)] for file in files]
+        for (parts, _), (others, _) in zip(*found, strict=True):
+            for part, other in zip(parts, others, strict=True):
+                assert part.form == other.form and part.form in forms and part.group == other.group
+                assert np.array_equal(part.words, other.words) and np.array_equal(part.scales, other.scales)
+    logits = []
+    for path in paths:
+        llama = Llama(path, device=gpu, context=64, precision="high", kv_type="f32")
+        llama.model.prefill([1, 70, 5, 280, 33])
+        logits.append(llama.model.read_logits())
+    assert np.array_equal(*logits)
+
+
 def test_damaged_packed_files(folder, tmp_path):
     path = tmp_path / "out.safetensors"
     make(folder, path, "packed")
-    from llamagpu.files.config import LlamaConfig
     from llamagpu.files.safetensors_file import read_header
 
     arrays, _ = read_header(path)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,15 @@ def to_q6(packed: Packed) -> Packed:
     return Packed("q6", n, k, packed.group, words, packed.scales)
 
 
+def from_q6(packed: Packed) -> Packed:
+    """The way back: Q6_K as int8."""
+    n, k = packed.n, packed.k
+    low, high = packed.words[:, : k // 2].reshape(-1, 16), packed.words[:, k // 2 :].reshape(-1, 2, 1, 4)
+    pairs = (high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).reshape(-1, 2, 16) << 4  # even, odd
+    values = np.stack([low & 15 | pairs[:, 0], low >> 4 | pairs[:, 1]], axis=-1).reshape(n, k)
+    return Packed("q8", n, k, packed.group, values.view(np.int8) - np.int8(32), packed.scales)
+
+
 def split_planes(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """[n, k] int8 with the 16 even and then the 16 odd ones of each 32: the order in which q4's nibbles come apart,
     so that int8 activations are stored in one order for both."""
@@ -193,7 +203,8 @@ def assemble(done: dict[str, Any], config: LlamaConfig) -> Weights:
     )
 
 
-Job = tuple[str, Callable[[], tuple[list[Packed], np.ndarray[Any, Any] | None]]]
+JobResult = tuple[list[Packed], np.ndarray[Any, Any] | None]  # parts one below the other, bias
+Job = tuple[str, Callable[[], JobResult]]
 
 
 def ahead(jobs: list[Job]) -> Iterator[tuple[str, Any]]:
@@ -210,16 +221,22 @@ def ahead(jobs: list[Job]) -> Iterator[tuple[str, Any]]:
             yield label, future.result()
 
 
-def repack_small(tensor: RawTensor) -> Packed:
+def repack_small(tensor: RawTensor, threads: int = 1) -> Packed:
     """As repack, with Q6_K in 6 bits: a GPU is short of bandwidth, not of shifts."""
-    packed = repack(tensor)
+    packed = repack(tensor, threads)
     return to_q6(packed) if packed.form == "q8" and packed.group == 16 and packed.k % 64 == 0 else packed
+
+
+def without_q6(job: Callable[[], JobResult]) -> JobResult:
+    packed, bias = job()
+    return [from_q6(part) if part.form == "q6" else part for part in packed], bias
 
 
 def matrix_jobs(tensors: Tensors, config: LlamaConfig, pack: Callable[[RawTensor], Packed] = repack) -> Iterator[Job]:
     """Every matrix of the model in order of use, as work that a thread can do."""
     if isinstance(tensors, PackedTensors):  # joined when the file was written
-        yield from tensors.jobs(config)
+        for label, job in tensors.jobs(config):
+            yield label, job if pack is repack_small else partial(without_q6, job)
         return
 
     def plain(name: str) -> Job:

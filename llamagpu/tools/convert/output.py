@@ -21,7 +21,7 @@ from llamagpu.files.gguf_file import RawTensor
 from llamagpu.files.gguf_writer import encode_header, padding, tensor_bytes
 from llamagpu.files.packed_file import PackedWriter
 from llamagpu.files.quantise import quantise, squares
-from llamagpu.files.repack import Packed, dequantize, packed_bytes, repack, slice_rows
+from llamagpu.files.repack import Packed, dequantize, packed_bytes, slice_rows
 from llamagpu.tools.convert.fourbit import HALVES, SINGLES, SYMMETRIC, FourBit, blocks_of
 from llamagpu.tools.convert.source import Rows, Source, Tensor
 
@@ -123,7 +123,7 @@ def write_gguf(job: Job, path: Path, progress: Progress = NO_PROGRESS) -> list[L
 
 def write_packed(job: Job, path: Path, progress: Progress = NO_PROGRESS) -> list[Loss]:
     """Matrix by matrix: those that are joined on the device are joined here."""
-    from llamagpu.engine.weights import matrix_jobs  # here: it brings wgpu along
+    from llamagpu.engine.weights import matrix_jobs, repack_small  # here: it brings wgpu along
 
     tensors = job.source.tensors
     shapes = {t.name: (job.kinds[t.name], t.shape) for t in tensors.values()}
@@ -149,7 +149,7 @@ def write_packed(job: Job, path: Path, progress: Progress = NO_PROGRESS) -> list
                 losses[raw.name] = Loss(raw.name, raw.kind, math.prod(raw.shape))
                 packed = four_bit.load(raw.kind)
             else:
-                packed = repack(whole(raw.name), job.workers)
+                packed = repack_small(whole(raw.name), job.workers)
             done += tensors[raw.name].nbytes
             progress(raw.name, done, total)
             return packed
