@@ -135,13 +135,12 @@ def to_q6(packed: Packed) -> Packed:
     """Q6_K, which repack gives as int8, in 6 bits: per row the low nibbles as q4 has them, then the high bit pairs,
     of each 32 a word of the even weights and a word of the odd ones (byte j, bits 2i: weight 4i + j of the plane)."""
     n, k = packed.n, packed.k
-    values = (packed.words + np.int8(32)).view(np.uint8).reshape(n * k // 32, 16, 2)
-    even, odd = values[..., 0], values[..., 1]
-    words = np.empty((n, 3 * k // 4), np.uint8)
-    words[:, : k // 2] = ((even & 15) | (odd << 4)).reshape(n, k // 2)
-    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    high = [np.bitwise_or.reduce((plane >> 4).reshape(-1, 4, 4) << shifts, axis=1) for plane in (even, odd)]
-    words[:, k // 2 :] = np.stack(high, 1).reshape(n, k // 4)
+    values = (packed.words + np.int8(32)).view(np.uint8)
+    pairs, words = values.view(np.uint16), np.empty((n, 3 * k // 4), np.uint8)
+    words[:, : k // 2] = pairs & 0x0F | pairs >> 4 & 0xF0
+    high = split_planes(values).view(np.uint32) >> 4 & 0x03030303  # [n * k / 32, 2, 4]
+    joined = high[..., 0] | high[..., 1] << 2 | high[..., 2] << 4 | high[..., 3] << 6
+    words[:, k // 2 :] = joined.view(np.uint8).reshape(n, k // 4)
     return Packed("q6", n, k, packed.group, words, packed.scales)
 
 
@@ -221,9 +220,9 @@ def ahead(jobs: list[Job]) -> Iterator[tuple[str, Any]]:
             yield label, future.result()
 
 
-def repack_small(tensor: RawTensor, threads: int = 1) -> Packed:
+def repack_small(tensor: RawTensor) -> Packed:
     """As repack, with Q6_K in 6 bits: a GPU is short of bandwidth, not of shifts."""
-    packed = repack(tensor, threads)
+    packed = repack(tensor)
     return to_q6(packed) if packed.form == "q8" and packed.group == 16 and packed.k % 64 == 0 else packed
 
 
