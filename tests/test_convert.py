@@ -148,6 +148,9 @@ def test_rows_that_do_not_divide(tmp_path):
     assert file.tensors["blk.0.ffn_down.weight"].kind == "F16"  # 172 columns
     assert file.tensors["blk.0.ffn_up.weight"].kind == "Q4_0"
     assert "5 matrices" in report.notes[0] and "ffn_down" in report.notes[0]
+    source = open_source(str(shared_data("tiny/stories260K-f32.gguf")))
+    assert "token_embd.weight is Q8_0" in plan(source, "q4_0", "q6_k").notes[1]
+    assert len(plan(source, "q8_0", "q6_k").notes) == 1
 
 
 def test_packed_reads_back(folder, tmp_path):
@@ -388,6 +391,26 @@ def test_command(folder, tmp_path):
     assert command(folder, "x.gguf", "--to", "packed", cwd=tmp_path).returncode == 2
     assert command(folder, "--quality", "fast", "--calibrate", __file__, cwd=tmp_path).returncode == 2
     assert command(tmp_path / "nothing", cwd=tmp_path).returncode == 1
+    assert left(tmp_path) == ["model-q4_0.gguf"]
+
+
+def test_command_refuses(folder, tmp_path):
+    def refused(code: int, *args: object) -> str:
+        run = command(*args, cwd=tmp_path)
+        assert run.returncode == code and run.stderr.count("error:") == 1, run.stderr
+        return run.stderr
+
+    assert "name it x.gguf\n" in refused(2, folder, "x")
+    assert "name it x.gguf\n" in refused(2, folder, "x.bin", "--to", "q8_0")
+    shard = folder / "model.safetensors"
+    before = shard.read_bytes()
+    assert "is the source" in refused(2, folder, shard, "--force") and shard.read_bytes() == before
+    make(folder, tmp_path / "x.safetensors", None)
+    assert "packed already" in refused(4, tmp_path / "x.safetensors", "y.gguf")
+    (tmp_path / "text").write_text("too short")
+    assert "two chunks of 256" in refused(1, folder, "y.gguf", "--eval", "text")
+    assert "two chunks of 256" in refused(1, folder, "y.gguf", "--calibrate", "text")
+    assert left(tmp_path) == ["text", "x.safetensors"]
 
 
 def test_command_measures(gpu, tmp_path):

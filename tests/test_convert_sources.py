@@ -168,6 +168,9 @@ def test_bad_folders(tmp_path):
     fails(make(shape=name), "blk.1.ffn_up.weight", "[95, 64]", "[96, 64]")
     fails(make(drop="lm_head.weight"), "lm_head.weight")
     fails(make(hidden_size="64"), "hidden_size")
+    for key in ("num_attention_heads", "head_dim", "num_hidden_layers", "max_position_embeddings"):
+        fails(make(**{key: 1 << 31}), key, "2147483648")
+    fails(make(num_attention_heads=1 << 24, num_key_value_heads=1 << 24, head_dim=1 << 24), "head_count")
     yarn = {"type": "yarn", "factor": 0, "attention_factor": 1.5}
     for changes in ({"model_type": ["llama"]}, {"partial_rotary_factor": "a"}, {"rope_scaling": yarn}):
         fails(make(**changes), "config.json")
@@ -363,6 +366,16 @@ def test_unknown_pattern(tmp_path):
     path.write_text(json.dumps(bpe_json(original, [split("[aeiou]"), byte_level(False)])))
     with pytest.raises(Unsupported, match="splitting"):
         vocab.bpe(path, 50257)
+
+
+def test_hostile_tokenizer(tmp_path):
+    """The prefix makes the library panic, which is no Exception in Python."""
+    original = GgufFile(shared_data("vocab/ggml-vocab-gpt-2.gguf")).metadata
+    path = tmp_path / "tokenizer.json"
+    for model in ({"continuing_subword_prefix": "</s>"}, {"merges": ["\u2603 \u2603"]}, {"vocab": {"a": 1.5}}):
+        path.write_text(json.dumps(bpe_json(original, [byte_level(True)], **model)))
+        with pytest.raises(BadFile):
+            vocab.bpe(path, 50257)
 
 
 def test_sentencepiece_both_ways(tmp_path):
