@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from llamagpu.tools.convert.convert import Plan
     from llamagpu.tools.convert.source import Source
 
-CONTEXT = 512  # tokens in a chunk of the texts, or what the model was trained with if that is less
-
 
 class Target(StrEnum):
     q4_0 = "q4_0"
@@ -93,7 +91,9 @@ def convert(
             note(f"converting {found.name} ({found.nbytes / 1e6:,.0f} MB) to {path}")
         remove_stale(path)
         if texts:
-            context = check_texts(found, texts, device)
+            from llamagpu.tools.convert.observe import check_texts
+
+            context = check_texts(found, texts.values(), device)
             before = undo.enter_context(original(found, path, threads, progress))
         importance = {}
         if calibrate:
@@ -127,20 +127,6 @@ def choose_path(source: "Source", wanted: str | None, to: str | None, chosen: "P
     if path.exists() and not force:
         raise LlamaGpuError(f"{path} exists already", "use --force to overwrite it, or name another file")
     return path
-
-
-def check_texts(source: "Source", texts: dict[str, str], device: str | None) -> int:
-    """The tokens in a chunk of text. What is wrong with a text, or the device, is said before the work begins."""
-    from llamagpu.files.tokenizer import Tokenizer
-    from llamagpu.gpu.device import Gpu
-    from llamagpu.tools.perplexity import chunks_of
-
-    context = min(CONTEXT, source.config.context)
-    tokenizer = Tokenizer.from_gguf(source.metadata)
-    for text in texts.values():
-        chunks_of(tokenizer, text, context)
-    Gpu.open(device).close()
-    return context
 
 
 def calibration(
