@@ -74,7 +74,7 @@ def convert(
 ) -> None:
     """Convert a checkpoint to a Q4 GGUF, or to a packed file that loads without repacking."""
     from llamagpu.tools.convert import report
-    from llamagpu.tools.convert.convert import beside, open_source, original, plan
+    from llamagpu.tools.convert.convert import beside, open_source, original, plan, remove_stale
     from llamagpu.tools.convert.convert import convert as run
 
     texts = {name: read_text(None, file) for name, file in (("c", calibrate), ("e", evaluate)) if file}
@@ -89,10 +89,15 @@ def convert(
         path = choose_path(found, target, to, chosen, force)
         if not quiet and not on_terminal():
             note(f"converting {found.name} ({found.nbytes / 1e6:,.0f} MB) to {path}")
-        before = undo.enter_context(original(found, path, threads, progress)) if texts else path
+        remove_stale(path)
+        if texts:
+            from llamagpu.tools.convert.observe import check_texts
+
+            context = check_texts(found, texts.values(), device)
+            before = undo.enter_context(original(found, path, threads, progress))
         importance = {}
         if calibrate:
-            importance = calibration(before, texts["c"], device, bar("calibrating", quiet, check))
+            importance = calibration(before, texts["c"], device, context, bar("calibrating", quiet, check))
         made = run(found, path, chosen, best=best, importance=importance, threads=threads, progress=progress)
         if evaluate:
             from llamagpu.tools.convert.observe import compare
@@ -101,9 +106,8 @@ def convert(
             if best:
                 paths["plain"] = undo.enter_context(beside(path, "plain", found, chosen, threads, progress))
             show = bar("evaluating", quiet, check)
-            made.quality = dict(
-                zip(paths, compare(list(paths.values()), texts["e"], show, device, most=chunks), strict=True)
-            )
+            figures = compare(list(paths.values()), texts["e"], show, device, context, most=chunks)
+            made.quality = dict(zip(paths, figures, strict=True))
     out(json.dumps(report.as_json(made), indent=1) if as_json else "\n".join(report.lines(made)))
     out("\n")
 
@@ -115,21 +119,24 @@ def choose_path(source: "Source", wanted: str | None, to: str | None, chosen: "P
     if path.is_dir():
         path /= f"{name}-{to or ('packed' if chosen.packed else 'q4_0')}{suffix}"
     if path.suffix != suffix:
-        cause = "no GGUF type holds this checkpoint exactly" if to is None else f"--to {to} writes a {suffix} file"
-        raise Usage(f"{cause}, and OUT is {path.name}", f"name it {path.stem}{suffix}, or use --to q4_1")
-    if source.gguf and path.exists() and path.samefile(source.gguf.path):
-        raise Usage(f"{path} is the source", "name another file")
+        cause = f"--to {to}" if to else "no GGUF type holds this checkpoint exactly: it" if chosen.packed else "convert"
+        other = ", or use --to q4_1" if chosen.packed and to is None else ""
+        raise Usage(f"{cause} writes a {suffix} file, and OUT is {path.name}", f"name it {path.stem}{suffix}{other}")
+    if path.exists() and any(path.samefile(file) for file in source.files):
+        raise Usage(f"{path} is the source, or part of it", "name another file")
     if path.exists() and not force:
         raise LlamaGpuError(f"{path} exists already", "use --force to overwrite it, or name another file")
     return path
 
 
-def calibration(path: Path, text: str, device: str | None, progress: Callable[[int, int], None]) -> dict[str, Any]:
+def calibration(
+    path: Path, text: str, device: str | None, context: int, progress: Callable[[int, int], None]
+) -> dict[str, Any]:
     from llamagpu.engine.generate import Llama
     from llamagpu.tools.convert.observe import calibrate
 
-    with Llama(path, device=device, context=512) as llama:
-        return calibrate(llama, text, progress)
+    with Llama(path, device=device, context=context) as llama:
+        return calibrate(llama, text, progress, context)
 
 
 class TensorBar:

@@ -84,7 +84,7 @@ def read_text(prompt: str | None, file: str | None) -> str:
             raw = Path(file).read_bytes()
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             reason = getattr(error, "strerror", None) or error
-            raise LlamaGpuError(f"{file}: {reason}", "check the name given with -f") from error
+            raise LlamaGpuError(f"{file}: {reason}", "check the name of the file") from error
         return raw.decode("utf-8", "surrogateescape")
     asked = prompt is not None or file is not None
     raw = b"" if sys.stdin is None or (sys.stdin.isatty() and not asked) else sys.stdin.buffer.read()

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +19,11 @@ from hf_builder import hf_config, hf_folder, hf_weights, write_safetensors
 from reference import Reference, assert_close
 
 from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
+from llamagpu.files.config import LlamaConfig
 from llamagpu.files.gguf_file import GgufFile
 from llamagpu.files.packed_file import PackedFile
 from llamagpu.files.quantise import quantise, weights_of
+from llamagpu.files.repack import repack
 from llamagpu.files.tokenizer import Tokenizer
 from llamagpu.tools.convert.convert import convert, open_source, plan
 
@@ -145,6 +148,9 @@ def test_rows_that_do_not_divide(tmp_path):
     assert file.tensors["blk.0.ffn_down.weight"].kind == "F16"  # 172 columns
     assert file.tensors["blk.0.ffn_up.weight"].kind == "Q4_0"
     assert "5 matrices" in report.notes[0] and "ffn_down" in report.notes[0]
+    source = open_source(str(shared_data("tiny/stories260K-f32.gguf")))
+    assert "token_embd.weight is Q8_0" in plan(source, "q4_0", "q6_k").notes[1]
+    assert len(plan(source, "q8_0", "q6_k").notes) == 1
 
 
 def test_packed_reads_back(folder, tmp_path):
@@ -179,10 +185,35 @@ def test_packed_runs_as_gguf(gpu, tmp_path, arch):
         assert_close(found[0], wanted, *tolerance, what=to)
 
 
+def test_packed_q6_k(gpu, tmp_path):
+    """6 bits in the file, as a GPU has them, and int8 again for a CPU adapter: exactly what the GGUF gives."""
+    from llamagpu.engine.generate import Llama
+    from llamagpu.engine.weights import matrix_jobs, repack_small
+
+    def kind(name: str) -> str:
+        return "Q6_K" if any(part in name for part in ("attn_v", "ffn_down", "token_embd")) else "Q4_K"
+
+    paths = tiny_llama(tmp_path / "m.gguf", kind=kind, dim=256, ffn=512, arch="qwen2"), tmp_path / "m.safetensors"
+    make(paths[0], paths[1], "packed")
+    files = GgufFile(paths[0]), PackedFile(paths[1])
+    config = LlamaConfig.from_gguf(files[0].metadata, files[0].tensors)
+    for pack, forms in ((repack_small, {"q4", "q6"}), (repack, {"q4", "q8"})):
+        found = [[job() for _, job in matrix_jobs(file.tensors, config, pack)] for file in files]
+        for (parts, _), (others, _) in zip(*found, strict=True):
+            for part, other in zip(parts, others, strict=True):
+                assert part.form == other.form and part.form in forms and part.group == other.group
+                assert np.array_equal(part.words, other.words) and np.array_equal(part.scales, other.scales)
+    logits = []
+    for path in paths:
+        llama = Llama(path, device=gpu, context=64, precision="high", kv_type="f32")
+        llama.model.prefill([1, 70, 5, 280, 33])
+        logits.append(llama.model.read_logits())
+    assert np.array_equal(*logits)
+
+
 def test_damaged_packed_files(folder, tmp_path):
     path = tmp_path / "out.safetensors"
     make(folder, path, "packed")
-    from llamagpu.files.config import LlamaConfig
     from llamagpu.files.safetensors_file import read_header
 
     arrays, _ = read_header(path)
@@ -244,6 +275,40 @@ def test_interrupted_and_killed(folder, tmp_path):
         assert left(tmp_path) == ["x.gguf"] and out.read_bytes() == b"before"
     make(folder, out, "q4_0")
     assert left(tmp_path) == ["x.gguf"] and out.read_bytes()[:4] == b"GGUF"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from llamagpu.tools.convert.convert import beside, convert, open_source, original_plan, plan
+
+def stop(name, done, total):
+    if "blk.1" in name:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+source, out = open_source(sys.argv[1]), Path(sys.argv[2])
+with beside(out, "original", source, original_plan(source)):
+    if sys.argv[3] == "original":
+        with beside(out, "plain", source, original_plan(source), progress=stop):
+            pass
+    convert(source, out, plan(source, "q4_0"), progress=stop)
+"""
+
+
+@pytest.mark.parametrize("when", ["result", "original"])
+def test_killed(folder, tmp_path, when):
+    """What SIGKILL leaves behind is no model's name, and the next run removes it."""
+    out = tmp_path / "x.gguf"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", KILLED, folder, out, when], env=env, timeout=100)
+    assert run.returncode == -signal.SIGKILL
+    part = ".x.gguf.part" if when == "result" else ".x.gguf.plain.gguf.part"
+    assert left(tmp_path) == [".x.gguf.original.gguf", part]
+    again = command(folder, out)
+    assert again.returncode == 0, again.stderr
+    assert left(tmp_path) == ["x.gguf"]
+    make(folder, tmp_path / "whole.gguf", "q4_0")
+    assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 
 
 def test_two_runs_for_one_file(folder, tmp_path):
@@ -326,6 +391,26 @@ def test_command(folder, tmp_path):
     assert command(folder, "x.gguf", "--to", "packed", cwd=tmp_path).returncode == 2
     assert command(folder, "--quality", "fast", "--calibrate", __file__, cwd=tmp_path).returncode == 2
     assert command(tmp_path / "nothing", cwd=tmp_path).returncode == 1
+    assert left(tmp_path) == ["model-q4_0.gguf"]
+
+
+def test_command_refuses(folder, tmp_path):
+    def refused(code: int, *args: object) -> str:
+        run = command(*args, cwd=tmp_path)
+        assert run.returncode == code and run.stderr.count("error:") == 1, run.stderr
+        return run.stderr
+
+    assert "name it x.gguf\n" in refused(2, folder, "x")
+    assert "name it x.gguf\n" in refused(2, folder, "x.bin", "--to", "q8_0")
+    shard = folder / "model.safetensors"
+    before = shard.read_bytes()
+    assert "is the source" in refused(2, folder, shard, "--force") and shard.read_bytes() == before
+    make(folder, tmp_path / "x.safetensors", None)
+    assert "packed already" in refused(4, tmp_path / "x.safetensors", "y.gguf")
+    (tmp_path / "text").write_text("too short")
+    assert "two chunks of 256" in refused(1, folder, "y.gguf", "--eval", "text")
+    assert "two chunks of 256" in refused(1, folder, "y.gguf", "--calibrate", "text")
+    assert left(tmp_path) == ["text", "x.safetensors"]
 
 
 def test_command_measures(gpu, tmp_path):

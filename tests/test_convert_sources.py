@@ -168,11 +168,16 @@ def test_bad_folders(tmp_path):
     fails(make(shape=name), "blk.1.ffn_up.weight", "[95, 64]", "[96, 64]")
     fails(make(drop="lm_head.weight"), "lm_head.weight")
     fails(make(hidden_size="64"), "hidden_size")
+    for key in ("num_attention_heads", "head_dim", "num_hidden_layers", "max_position_embeddings"):
+        fails(make(**{key: 1 << 31}), key, "2147483648")
+    fails(make(num_attention_heads=1 << 24, num_key_value_heads=1 << 24, head_dim=1 << 24), "head_count")
     yarn = {"type": "yarn", "factor": 0, "attention_factor": 1.5}
     for changes in ({"model_type": ["llama"]}, {"partial_rotary_factor": "a"}, {"rope_scaling": yarn}):
         fails(make(**changes), "config.json")
     assert fails(make(model_type="mixtral"), "mixtral").exit_code == 4
     assert fails(make(hidden_act="gelu"), "gelu").exit_code == 4
+    assert fails(make(partial_rotary_factor=0.5), "a part of each head").exit_code == 4
+    assert fails(make(model_type="qwen2", rope_scaling={"type": "llama3"}), "llama3").exit_code == 4
     assert fails(make(rope_scaling={"type": "dynamic", "factor": 2.0}), "dynamic").exit_code == 4
     assert fails(make(quantization_config={"quant_method": "bitsandbytes"}), "bitsandbytes").exit_code == 4
     make(shards=3)
@@ -363,6 +368,16 @@ def test_unknown_pattern(tmp_path):
         vocab.bpe(path, 50257)
 
 
+def test_hostile_tokenizer(tmp_path):
+    """The prefix makes the library panic, which is no Exception in Python."""
+    original = GgufFile(shared_data("vocab/ggml-vocab-gpt-2.gguf")).metadata
+    path = tmp_path / "tokenizer.json"
+    for model in ({"continuing_subword_prefix": "</s>"}, {"merges": ["\u2603 \u2603"]}, {"vocab": {"a": 1.5}}):
+        path.write_text(json.dumps(bpe_json(original, [byte_level(True)], **model)))
+        with pytest.raises(BadFile):
+            vocab.bpe(path, 50257)
+
+
 def test_sentencepiece_both_ways(tmp_path):
     """Llama 2's vocabulary as tokenizer.model, and as the BPE that tokenizer.json makes of it."""
     original = GgufFile(shared_data("vocab/ggml-vocab-llama-spm.gguf")).metadata
@@ -424,6 +439,56 @@ def test_no_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Unigram", "vocab": []}}')
     with pytest.raises(Unsupported, match="Unigram"):
         vocab.vocabulary(tmp_path, 288, {})
+
+
+# llama.cpp itself, where its Python package is installed
+
+
+LLAMA_CPP = """
+import json, sys
+import numpy as np
+from llama_cpp import Llama, llama_cpp
+
+params = llama_cpp.llama_model_default_params()
+params.use_extra_bufts = False  # AMX, which not every virtual machine that shows it lets programs use
+llama_cpp.llama_model_default_params = lambda: params
+llama = Llama(sys.argv[1], n_ctx=64, logits_all=True, verbose=False, n_threads=1, type_k=0, type_v=0)
+ids = [llama.tokenize(text.encode(), special=special) for text in json.loads(sys.argv[2]) for special in (True, False)]
+llama.eval(json.loads(sys.argv[3]))
+np.save(sys.argv[4], llama.scores[: llama.n_tokens])
+print(json.dumps([ids, llama.metadata["tokenizer.chat_template"], llama.token_eos()]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "to", "nmse"),  # llama.cpp rounds what meets f16 weights to f16, and else to int8
+    [("llama-spm", "llama", "f16", 1e-6), ("gpt-2", "qwen2", "f16", 1e-6), ("llama-spm", "llama", "q4_0", 2e-3)],
+)
+def test_llama_cpp_agrees(tmp_path, name, arch, to, nmse):
+    pytest.importorskip("llama_cpp")
+    original = GgufFile(shared_data(f"vocab/ggml-vocab-{name}.gguf")).metadata
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": 16}  # fmt: skip
+    config = hf_config(model_type=arch, vocab_size=len(original["tokenizer.ggml.tokens"]))
+    config |= {"tie_word_embeddings": arch == "qwen2", "rope_scaling": None if arch == "qwen2" else llama3}
+    folder = hf_folder(tmp_path / "m", config, hf_weights(config, biases=arch == "qwen2"))
+    if name == "llama-spm":
+        (folder / "tokenizer.model").write_bytes(spm_model(original))
+    else:
+        (folder / "tokenizer.model").unlink()
+        (folder / "tokenizer.json").write_text(json.dumps(bpe_json(original, BPE[name][1])))
+    file = converted(folder, to)
+    texts = [vocab.CHECK, " a  b\n", "<|im_start|>user\nHi<|im_end|><s>"]
+    ids = np.random.default_rng(1).integers(3, 30000, 48).tolist()
+    command = [sys.executable, "-c", LLAMA_CPP, file.path, json.dumps(texts), json.dumps(ids), tmp_path / "y.npy"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    tokens, template, eos = json.loads(run.stdout)
+    own = Tokenizer.from_gguf(file.metadata)
+    assert tokens == [own.encode(text, special=special) for text in texts for special in (True, False)]
+    assert template == "{{ messages }}" and eos == own.eos_id
+    wanted = Reference(file).forward(ids)
+    assert ((np.load(tmp_path / "y.npy") - wanted) ** 2).mean() < nmse * wanted.var()
 
 
 # hf:user/repo

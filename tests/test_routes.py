@@ -23,16 +23,14 @@ EVERY_CAPS = pytest.mark.parametrize("caps", [GPU, FLOOR, CPU], ids=["gpu", "flo
 NOT_CPU = pytest.mark.parametrize("caps", [GPU, FLOOR], ids=["gpu", "floor"])
 
 LINEAR = [  # m, n, k, group, form -> kernel
-    # one token: 16-byte loads where 32 weights share a scale, or two
-    (1, 4096, 4096, 32, "q4", "linear_gemv"),
-    (1, 128256, 2048, 32, "q4", "linear_gemv"),
-    (1, 577, 96, 32, "q4", "linear_gemv"),
-    (1, 1, 32, 32, "q4", "linear_gemv"),
-    (1, 64, 256, 128, "q4", "linear_gemv"),
-    (1, 64, 256, 16, "q4", "linear_gemv"),
+    # one token, f32 inputs: u32 words where 8 weights do, of q8 and f16 16-byte loads
+    (1, 4096, 4096, 32, "q4", "linear_gemv_word"),
+    (1, 577, 96, 32, "q4", "linear_gemv_word"),
+    (1, 1, 32, 32, "q4", "linear_gemv_word"),
+    (1, 64, 256, 128, "q4", "linear_gemv_word"),
+    (1, 64, 256, 16, "q4", "linear_gemv_word"),
     (1, 64, 4096, 32, "q8", "linear_gemv"),
     (1, 64, 576, 576, "f16", "linear_gemv"),
-    # u32 words where 8 do
     (1, 64, 64, 8, "q4", "linear_gemv_word"),
     (1, 64, 72, 24, "q4", "linear_gemv_word"),
     (1, 64, 40, 40, "q4", "linear_gemv_word"),
@@ -54,6 +52,15 @@ LINEAR = [  # m, n, k, group, form -> kernel
     (2, 64, 36, 12, "q4", "linear_any"),
     (2, 64, 129, 129, "f16", "linear_any"),
 ]
+
+
+@NOT_CPU
+@pytest.mark.parametrize("form, group", [("q4", 32), ("q4", 16), ("q6", 16), ("q8", 32), ("f16", 4096)])
+@pytest.mark.parametrize("out", ["out_add", "out_logits"])
+def test_linear_of_int8_records(caps, form, group, out):
+    """16-byte loads for one token, whatever the form; logits with f32 inputs too."""
+    assert pick(routes.LINEAR, Linear(1, 4096, 4096, group, form, "i8", out), caps).kernel == "linear_gemv"
+    assert pick(routes.LINEAR, Linear(1, 4096, 4096, group, form, "f32", "out_logits"), caps).kernel == "linear_gemv"
 
 
 @NOT_CPU
@@ -148,7 +155,8 @@ def test_attention_of_heads_that_share_a_key(caps, group, head_dim):
     assert pick(table, head_dim, 1, caps).kernel != "attend_split" or group * caps.subgroup <= caps.invocations
     tile = pick(table, head_dim, 33, caps)
     if tile.kernel == "attend_tile":
-        assert tile.grid((group, 1, head_dim), shaders.constants(tile.kernel), caps, 33, 0)[1] <= 33
+        share = routes.tile_share(head_dim, rough=False)
+        assert tile.grid((group, 1, share), shaders.constants(tile.kernel), caps, 33, 0)[1] <= 33
     else:
         assert group > 32 or not caps.subgroup
 

@@ -9,7 +9,6 @@ import numpy as np
 from llamagpu.errors import DoesNotFit, LlamaGpuError
 from llamagpu.files.config import LlamaConfig
 from llamagpu.files.gguf_file import RawTensor
-from llamagpu.files.packed_file import PackedTensors
 from llamagpu.files.repack import FORMATS, row_bytes
 from llamagpu.gpu import routes
 from llamagpu.gpu.device import Gpu
@@ -89,7 +88,7 @@ def plan_memory(
     once = c.vocab * 2 + context * c.rope_dims + heads * routes.MOST_SPLITS  # logits, choices, rope, partial
     scratch = min(chunk, context) * row + 4 * once
     cache = 2 * c.layers * cache_layer
-    six = not gpu.caps.cpu and not isinstance(tensors, PackedTensors)
+    six = not gpu.caps.cpu
     weights = sum(tile_bytes(t) if tiled else tensor_bytes(t, gpu.caps.half, fast, six) for t in tensors.values())
     return MemoryPlan(weights, cache, scratch, context, cache // context + 4 * c.rope_dims, cache_layer)
 

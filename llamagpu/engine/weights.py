@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -134,14 +135,22 @@ def to_q6(packed: Packed) -> Packed:
     """Q6_K, which repack gives as int8, in 6 bits: per row the low nibbles as q4 has them, then the high bit pairs,
     of each 32 a word of the even weights and a word of the odd ones (byte j, bits 2i: weight 4i + j of the plane)."""
     n, k = packed.n, packed.k
-    values = (packed.words + np.int8(32)).view(np.uint8).reshape(n * k // 32, 16, 2)
-    even, odd = values[..., 0], values[..., 1]
-    words = np.empty((n, 3 * k // 4), np.uint8)
-    words[:, : k // 2] = ((even & 15) | (odd << 4)).reshape(n, k // 2)
-    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    high = [np.bitwise_or.reduce((plane >> 4).reshape(-1, 4, 4) << shifts, axis=1) for plane in (even, odd)]
-    words[:, k // 2 :] = np.stack(high, 1).reshape(n, k // 4)
+    values = (packed.words + np.int8(32)).view(np.uint8)
+    pairs, words = values.view(np.uint16), np.empty((n, 3 * k // 4), np.uint8)
+    words[:, : k // 2] = pairs & 0x0F | pairs >> 4 & 0xF0
+    high = split_planes(values).view(np.uint32) >> 4 & 0x03030303  # [n * k / 32, 2, 4]
+    joined = high[..., 0] | high[..., 1] << 2 | high[..., 2] << 4 | high[..., 3] << 6
+    words[:, k // 2 :] = joined.view(np.uint8).reshape(n, k // 4)
     return Packed("q6", n, k, packed.group, words, packed.scales)
+
+
+def from_q6(packed: Packed) -> Packed:
+    """The way back: Q6_K as int8."""
+    n, k = packed.n, packed.k
+    low, high = packed.words[:, : k // 2].reshape(-1, 16), packed.words[:, k // 2 :].reshape(-1, 2, 1, 4)
+    pairs = (high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).reshape(-1, 2, 16) << 4  # even, odd
+    values = np.stack([low & 15 | pairs[:, 0], low >> 4 | pairs[:, 1]], axis=-1).reshape(n, k)
+    return Packed("q8", n, k, packed.group, values.view(np.int8) - np.int8(32), packed.scales)
 
 
 def split_planes(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -193,7 +202,8 @@ def assemble(done: dict[str, Any], config: LlamaConfig) -> Weights:
     )
 
 
-Job = tuple[str, Callable[[], tuple[list[Packed], np.ndarray[Any, Any] | None]]]
+JobResult = tuple[list[Packed], np.ndarray[Any, Any] | None]  # parts one below the other, bias
+Job = tuple[str, Callable[[], JobResult]]
 
 
 def ahead(jobs: list[Job]) -> Iterator[tuple[str, Any]]:
@@ -216,10 +226,16 @@ def repack_small(tensor: RawTensor) -> Packed:
     return to_q6(packed) if packed.form == "q8" and packed.group == 16 and packed.k % 64 == 0 else packed
 
 
+def without_q6(job: Callable[[], JobResult]) -> JobResult:
+    packed, bias = job()
+    return [from_q6(part) if part.form == "q6" else part for part in packed], bias
+
+
 def matrix_jobs(tensors: Tensors, config: LlamaConfig, pack: Callable[[RawTensor], Packed] = repack) -> Iterator[Job]:
     """Every matrix of the model in order of use, as work that a thread can do."""
     if isinstance(tensors, PackedTensors):  # joined when the file was written
-        yield from tensors.jobs(config)
+        for label, job in tensors.jobs(config):
+            yield label, job if pack is repack_small else partial(without_q6, job)
         return
 
     def plain(name: str) -> Job:

@@ -80,6 +80,7 @@ class GgufFile:
         self.path = Path(path)
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, RawTensor] = {}
+        self.parts: list[Path] = []  # its files
         self._maps: list[mmap.mmap] = []
         try:
             self._open()
@@ -120,6 +121,7 @@ class GgufFile:
     def _read_part(self, path: Path) -> tuple[dict[str, Any], dict[str, RawTensor]]:
         mapped = _map(path)
         self._maps.append(mapped)
+        self.parts.append(path)
         _check_magic(path, mapped)
         header = _Header(path, mapped)
         try:
@@ -160,9 +162,9 @@ def show(value: object) -> str:
     """A value out of a file, fit for one line of a message: control characters escaped, never long."""
     if isinstance(value, list | np.ndarray):
         return f"an array of {len(value):,}"
-    if not isinstance(value, str):
-        return str(value)
-    return repr(value if len(value) <= 80 else value[:77] + "...")
+    text = str(value)
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return repr(text) if isinstance(value, str) else text
 
 
 def unsupported_kind(tensor: RawTensor) -> Unsupported:

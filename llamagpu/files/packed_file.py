@@ -20,7 +20,7 @@ from llamagpu.files.safetensors_file import DTYPES, read_header
 
 FORMAT = "llamagpu packed 1"
 NAMES = {np.dtype(numpy).str: name for name, numpy in DTYPES.items() if name != "BF16"}
-FORMS = {"U8": "q4", "I8": "q8", "F16": "f16"}  # by the type of a matrix's words
+FORMS = {"U8": ("q4", "q6"), "I8": ("q8",), "F16": ("f16",)}  # by the type of a matrix's words
 Matrix = tuple[list[Packed], NDArray[np.float32] | None]  # parts one below the other, bias
 
 
@@ -110,14 +110,17 @@ class PackedFile:
 
     def _part(self, label: str, k: int) -> Packed:
         words = self._array(f"{label}.words", 2, *FORMS)
-        n, form = len(words), FORMS[self.arrays[f"{label}.words"].dtype]
-        if words.shape[1] != {"q4": k // 2, "q8": k, "f16": k + k % 2}[form]:
+        n, widths = len(words), {"q4": k // 2, "q6": 3 * k // 4, "q8": k, "f16": k + k % 2}
+        form = next((f for f in FORMS[self.arrays[f"{label}.words"].dtype] if words.shape[1] == widths[f]), "")
+        if not form or (form == "q6" and k % 64):
             raise self._bad(label)
         if form == "f16":
             return Packed(form, n, k, k, words, None)
         scales = self._array(f"{label}.scales", 3, "F16", "F32")
         groups = scales.shape[1]
         if scales.shape[0] != n or scales.shape[2] > 2 or k % groups or k // groups not in (16, 32):
+            raise self._bad(f"{label}.scales")
+        if form == "q6" and scales.shape[1:] != (k // 16, 1):
             raise self._bad(f"{label}.scales")
         if not np.isfinite(scales).all():
             raise BadFile(f"{self.path}: {label}.scales holds NaN or infinity", AGAIN)

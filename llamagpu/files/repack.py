@@ -22,7 +22,7 @@ class Packed:
     """One weight matrix. q8: weight = int * scale; q4: (nibble - 8) * scale; with an offset the nibble is
     unsigned and both are int * scale + offset."""
 
-    form: str  # "q4" | "q8" | "f16"
+    form: str  # "q4" | "q8" | "f16"; "q6" once it is made of q8 for a GPU
     n: int  # rows (outputs)
     k: int  # columns (inputs)
     group: int  # weights that share one scale; k for f16

@@ -74,7 +74,7 @@ def resolve(spec: str, *, progress: bool = True, offline: bool = False) -> Path:
     except OSError as error:
         raise BadFile(f"cannot read {spec}: {error.strerror}", "check its name and permissions") from error
     known = ", ".join(MODELS)
-    raise BadFile(f"no such file: {spec}", f"-m takes a GGUF file, a name ({known}) or hf:user/repo[:QUANT]")
+    raise BadFile(f"no such file: {spec}", f"give a GGUF file, a name ({known}) or hf:user/repo[:QUANT]")
 
 
 def list_models() -> list[Listed]:

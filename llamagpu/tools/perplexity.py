@@ -25,8 +25,8 @@ def chunks_of(tokenizer: Tokenizer, text: str, context: int) -> list[list[int]]:
     ids = tokenizer.encode(text, special=False)
     if len(ids) < 2 * context:
         raise LlamaGpuError(
-            f"the text has {len(ids)} tokens; perplexity wants at least two chunks of {context}",
-            "give a longer text, or a smaller -c (8 or more)",
+            f"the text has {len(ids)} tokens, and at least two chunks of {context} are needed",
+            "give a longer text; perplexity also takes a smaller -c (8 or more)",
         )
     chunks = [ids[start : start + context] for start in range(0, len(ids) - context + 1, context)]
     for chunk in chunks:

@@ -5,14 +5,17 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llamagpu.errors import about
+from llamagpu.errors import Unsupported, about
 from llamagpu.files.gguf_file import BLOCKS
+from llamagpu.files.packed_file import FORMAT
+from llamagpu.files.safetensors_file import read_header
 from llamagpu.tools.convert.fourbit import HALVES, SYMMETRIC
 from llamagpu.tools.convert.huggingface import from_folder
 from llamagpu.tools.convert.output import NO_PROGRESS, Job, Loss, Progress, write_gguf, write_packed
@@ -68,6 +71,8 @@ def open_source(spec: str, progress: bool = True, offline: bool = False) -> Sour
     if spec.startswith("hf:"):
         path, name = fetch_checkpoint(spec, progress, offline), spec.split("/")[1].split(":")[0]
     elif path.suffix == ".safetensors" and path.is_file():
+        if read_header(path)[1].get("format") == FORMAT:
+            raise Unsupported(f"{path} is packed already", "Convert what it was made from.")
         path = path.parent  # config.json and the tokenizer are there
     elif not path.is_dir():
         path = resolve(spec, progress=progress, offline=offline)
@@ -104,6 +109,9 @@ def plan(source: Source, to: str | None, keep_output: str = "q8_0", packed: bool
     whole = [n for n, t in source.tensors.items() if len(t.shape) > 1 and kinds[n] == "F16" != main and n not in ENDS]
     if whole:
         notes.append(f"{len(whole)} matrices whose rows do not divide into groups of 32 stay f16, {whole[0]} for one")
+    wide = [n for n in ENDS if kinds.get(n) == "Q8_0" and source.tensors[n].shape[1] % BLOCKS[output][0]]
+    if wide and main not in ("Q8_0", "F16"):
+        notes.append(f"{wide[0]} is Q8_0: its rows do not divide into {output}'s groups of {BLOCKS[output][0]}")
     return Plan(kinds, packed, notes)
 
 
@@ -151,11 +159,21 @@ def convert(
     return Report(source.name, str(out), source.nbytes, size, seconds, list(chosen.notes), losses)
 
 
+SIDES = "original", "plain"
+
+
+def remove_stale(out: Path) -> None:
+    """What a run that was killed may have left beside `out`; its .part is seen to when it is written anew."""
+    for name in SIDES:
+        for path in out.parent.glob(f".{escape(out.name)}.{name}.*"):
+            path.unlink(missing_ok=True)
+
+
 @contextmanager
 def beside(
     out: Path, name: str, source: Source, chosen: Plan, threads: int = 0, progress: Progress = NO_PROGRESS
 ) -> Iterator[Path]:
-    """The source in another form for a while, in a file beside `out`."""
+    """The source in another form for a while, in a file beside `out`; `name` is one of SIDES."""
     path = out.with_name(f".{out.name}.{name}{'.safetensors' if chosen.packed else '.gguf'}")
     try:
         convert(source, path, chosen, threads=threads, progress=progress)

@@ -36,10 +36,11 @@ class Method:
         if name not in ("awq", "gptq"):
             raise Unsupported(f"a checkpoint quantised by {show(name)}", "AWQ, GPTQ and f32, f16, bf16 work.")
         if bits != 4 or type(group) is not int or (group != -1 and (group < 32 or group % 32)):
-            raise Unsupported(f"{name} with {bits} bits in groups of {group}", "4 bits in groups of 32, 64, ... work.")
+            cause = f"{name} with {show(bits)} bits in groups of {show(group)}"
+            raise Unsupported(cause, "4 bits in groups of 32, 64, ... work.")
         version = str(config.get("version", "gemm")).lower()
         if name == "awq" and version != "gemm":
-            raise Unsupported(f"AWQ in the {version} layout", "Use a checkpoint in the gemm layout.")
+            raise Unsupported(f"AWQ in the {show(version)} layout", "Use a checkpoint in the gemm layout.")
         # AutoGPTQ stores a zero point less one; its second format does not
         return cls(name, group, int(name == "gptq" and config.get("checkpoint_format") != "gptq_v2"))
 

@@ -28,6 +28,7 @@ BLOCK = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+MOST = 1 << 24  # of anything that config.json counts
 FOUR_BIT = ("qweight", "qzeros", "scales", "g_idx")
 DERIVED = re.compile(r"rotary_emb\.inv_freq$|masked_bias$")  # follow from config.json
 
@@ -38,12 +39,15 @@ def from_folder(folder: Path, name: str = "") -> Source:
         raise BadFile(f"{folder} has no config.json", "Give a Hugging Face model folder, or a .gguf file.")
     with sound("config.json"):
         metadata = metadata_of(config, name or folder.name)
-        tensors = name_tensors(find_arrays(folder), config, metadata)
+    with sound("the index of the shards"):
+        arrays = find_arrays(folder)
+    with sound("config.json"):
+        tensors = name_tensors(arrays, config, metadata)
     if (table := tensors.get("token_embd.weight")) and len(table.shape) == 2:
         metadata[f"{metadata['general.architecture']}.vocab_size"] = table.shape[0]
         with sound("one of the tokenizer's files"):
             metadata |= vocabulary(folder, table.shape[0], config)
-    return Source(name or folder.name, metadata, tensors)
+    return Source(name or folder.name, metadata, tensors, sorted({array.path for array in arrays.values()}))
 
 
 @contextmanager
@@ -61,13 +65,17 @@ def metadata_of(config: dict[str, Any], name: str) -> dict[str, Any]:
         raise Unsupported(f"architecture {show(config.get('model_type'))} is not supported", WORKING)
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise Unsupported(f"activation {show(config['hidden_act'])} is not supported", WORKING)
+    if real(config, "partial_rotary_factor", 1) != 1:  # llama.cpp has none in these architectures either
+        raise Unsupported("RoPE on a part of each head is not supported", WORKING)
     if arch == "qwen2" and config.get("use_sliding_window"):
         raise Unsupported("a qwen2 model with a sliding window is not supported", WORKING)
+    if arch == "qwen2" and rope_of(config)[0] == "llama3":  # llama.cpp has no place for its factors
+        raise Unsupported("a qwen2 model with llama3 RoPE scaling is not supported", WORKING)
 
     def whole(key: str, default: Any = None) -> int:
-        value = config.get(key) or default
-        if type(value) is not int or value < 1:
-            raise BadFile(f"config.json: {key} is {show(value)}, not a whole number", AGAIN)
+        value = default if config.get(key) is None else config[key]
+        if type(value) is not int or not 1 <= value <= MOST:
+            raise BadFile(f"config.json: {key} is {show(value)}, not a number from 1 to {MOST}", AGAIN)
         return value
 
     heads = whole("num_attention_heads")
@@ -82,7 +90,7 @@ def metadata_of(config: dict[str, Any], name: str) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": real(config, "rms_norm_eps"),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "rope.dimension_count": int(head_dim * (config.get("partial_rotary_factor") or 1)),
+        "rope.dimension_count": head_dim,
         **rope_keys(config),
     }
     if arch == "llama" and config.get("sliding_window"):
@@ -92,7 +100,7 @@ def metadata_of(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def real(config: dict[str, Any], key: str, default: Any = None) -> float:
-    value = config.get(key, default)
+    value = default if config.get(key) is None else config[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise BadFile(f"config.json: {key} is {show(value)}, not a number", AGAIN)
     return float(value)
@@ -136,10 +144,11 @@ def rope_factors(config: dict[str, Any], dims: int) -> NDArray[np.float32] | Non
         return None
     factor, low, high = (real(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = real(rope, "original_max_position_embeddings")
-    frequency = real(rope, "rope_theta") ** (-np.arange(0, dims, 2) / dims)
-    turns = original * frequency / (2 * math.pi)  # within the context it was trained with first
-    keep = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 / ((1 - keep) / factor + keep)).astype(np.float32)
+    with np.errstate(divide="raise", invalid="raise", over="raise"):
+        frequency = real(rope, "rope_theta") ** (-np.arange(0, dims, 2) / dims)
+        turns = original * frequency / (2 * math.pi)  # within the context it was trained with first
+        keep = np.clip((turns - low) / (high - low), 0, 1)
+        return (1 / ((1 - keep) / factor + keep)).astype(np.float32)
 
 
 def find_arrays(folder: Path) -> dict[str, Stored]:
@@ -155,12 +164,12 @@ def find_arrays(folder: Path) -> dict[str, Stored]:
         raise BadFile(f"{folder} has no .safetensors file", "PyTorch .bin weights must be saved as safetensors first.")
     missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     if missing:
-        raise BadFile(f"{folder}: {len(missing)} of {len(names)} shards missing: {missing[0]}", "Fetch the rest.")
+        raise BadFile(f"{folder}: {len(missing)} of {len(names)} shards missing: {show(missing[0])}", "Fetch the rest.")
     found: dict[str, Stored] = {}
     for name in names:
         found |= read_header(folder / name)[0]
     if absent := sorted(set(index or ()) - found.keys()):
-        raise BadFile(f"{folder}: the index names {absent[0]}, which no shard has", AGAIN)
+        raise BadFile(f"{folder}: the index names {show(absent[0])}, which no shard has", AGAIN)
     return found
 
 
@@ -173,11 +182,12 @@ def name_tensors(stored: dict[str, Stored], config: dict[str, Any], metadata: di
         place, part = gguf_name(name)
         if place is None or (place == "output" and config.get("tie_word_embeddings")):
             continue
-        rows = head_rows(place, arch, metadata) if arch == "llama" else None
         if part in ("weight", "bias"):
+            rows = head_rows(place, array.shape[:1], metadata)
             found[f"{place}.{part}"] = float_tensor(f"{place}.{part}", array, rows)
         elif part == "qweight" and method:
             matrix = FourBit.find(f"{place}.weight", name.removesuffix(".qweight"), stored, method)
+            rows = head_rows(place, matrix.shape[:1], metadata)
             found[matrix.name] = four_bit_tensor(replace(matrix, rows=rows))
         elif part not in FOUR_BIT or not method:
             raise Unsupported(f"tensor {show(name)} has no place in a {arch} model", WORKING)
@@ -204,13 +214,14 @@ def gguf_name(name: str) -> tuple[str | None, str]:
     return place, part
 
 
-def head_rows(place: str, arch: str, metadata: dict[str, Any]) -> NDArray[np.int64] | None:
-    """GGUF keeps the two numbers that RoPE turns together side by side, Hugging Face half a head apart."""
+def head_rows(place: str, n: tuple[int, ...], metadata: dict[str, Any]) -> NDArray[np.int64] | None:
+    """GGUF keeps the two numbers that RoPE turns together side by side in a llama model, Hugging Face half a head
+    apart. None also where there are not as many rows, `n`: the shape is refused later."""
     kind = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(place.rpartition(".")[2])
-    if kind is None:
+    if kind is None or metadata["general.architecture"] != "llama":
         return None
-    heads, head_dim = metadata[f"{arch}.attention.{kind}"], metadata[f"{arch}.attention.key_length"]
-    return rope_rows(heads, head_dim, metadata[f"{arch}.rope.dimension_count"])
+    heads, head_dim = metadata[f"llama.attention.{kind}"], metadata["llama.attention.key_length"]
+    return rope_rows(heads, head_dim, metadata["llama.rope.dimension_count"]) if n == (heads * head_dim,) else None
 
 
 def four_bit_tensor(matrix: FourBit) -> Tensor:

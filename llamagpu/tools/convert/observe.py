@@ -2,7 +2,7 @@
 and the logits of every position, to compare models."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,14 @@ from llamagpu.engine.generate import Llama
 from llamagpu.engine.llama import LOGIT_BYTES, Transformer
 from llamagpu.engine.weights import Layer, Matrix
 from llamagpu.errors import NumericCheckFailed
+from llamagpu.files.tokenizer import Tokenizer
 from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.recorder import Plan
 from llamagpu.gpu.shaders import Const
+from llamagpu.tools.convert.source import Source
 from llamagpu.tools.perplexity import chunks_of
 
+CONTEXT = 512  # tokens in a chunk of a text, or what the model was trained with if that is less
 CALIBRATION_TOKENS = 16384  # of the text, at most
 LEAST = 1e-3  # of the mean: an input that the text never used still counts a little
 Progress = Callable[[int, int], None]
@@ -66,7 +69,17 @@ def watched(llama: Llama, context: int, chunk: int, fast: bool) -> tuple[Watchin
     return gpu, model
 
 
-def calibrate(llama: Llama, text: str, progress: Progress, context: int = 512) -> dict[str, NDArray[np.float32]]:
+def check_texts(source: Source, texts: Iterable[str], device: str | None) -> int:
+    """The tokens in a chunk of text. What is wrong with a text, or the device, is said before the work begins."""
+    context = min(CONTEXT, source.config.context)
+    tokenizer = Tokenizer.from_gguf(source.metadata)
+    for text in texts:
+        chunks_of(tokenizer, text, context)
+    Gpu.open(device).close()
+    return context
+
+
+def calibrate(llama: Llama, text: str, progress: Progress, context: int = CONTEXT) -> dict[str, NDArray[np.float32]]:
     """Per matrix, by GGUF name, the mean square of each column's input."""
     gpu, model = watched(llama, context, context, fast=False)
     chunks = chunks_of(llama.tokenizer, text, context)[: max(1, CALIBRATION_TOKENS // context)]
@@ -125,7 +138,7 @@ def compare(
     text: str,
     progress: Progress,
     device: str | None = None,
-    context: int = 512,
+    context: int = CONTEXT,
     most: int = 0,
 ) -> list[Quality]:
     """Each model on the text, the first being the original; `most` chunks, 0 for all."""

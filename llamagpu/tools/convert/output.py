@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from llamagpu.files.gguf_file import RawTensor
 from llamagpu.files.gguf_writer import encode_header, padding, tensor_bytes
 from llamagpu.files.packed_file import PackedWriter
 from llamagpu.files.quantise import quantise, squares
-from llamagpu.files.repack import Packed, dequantize, packed_bytes, repack, slice_rows
+from llamagpu.files.repack import Packed, dequantize, packed_bytes, slice_rows
 from llamagpu.files.replacing import replacing
 from llamagpu.tools.convert.fourbit import HALVES, SINGLES, SYMMETRIC, FourBit, blocks_of
 from llamagpu.tools.convert.source import Rows, Source, Tensor
@@ -88,7 +89,7 @@ def write_gguf(job: Job, path: Path, progress: Progress = NO_PROGRESS) -> list[L
 
 def write_packed(job: Job, path: Path, progress: Progress = NO_PROGRESS) -> list[Loss]:
     """Matrix by matrix: those that are joined on the device are joined here."""
-    from llamagpu.engine.weights import matrix_jobs  # here: it brings wgpu along
+    from llamagpu.engine.weights import matrix_jobs, repack_small  # here: it brings wgpu along
 
     tensors = job.source.tensors
     shapes = {t.name: (job.kinds[t.name], t.shape) for t in tensors.values()}
@@ -98,14 +99,16 @@ def write_packed(job: Job, path: Path, progress: Progress = NO_PROGRESS) -> list
 
     with replacing(path, size) as file, workers(job) as pool:
 
-        def whole(name: str) -> RawTensor:
+        def pieces(name: str) -> Iterator[RawTensor]:
+            """Some rows at a time."""
             loss = losses[name] = Loss(name, job.kinds[name], math.prod(tensors[name].shape))
-            blocks = []
-            for _, piece, error, norm in pool(tasks(job, tensors[name], loss)):
-                blocks.append(piece.reshape(-1).view(np.uint8))
+            k = tensors[name].shape[-1]
+            row = tensor_bytes(loss.kind, (1, k))
+            for _, blocks, error, norm in pool(tasks(job, tensors[name], loss)):
                 loss.error += error
                 loss.norm += norm
-            return RawTensor(name, loss.kind, tensors[name].shape, np.concatenate(blocks))
+                data = np.ascontiguousarray(blocks).reshape(-1).view(np.uint8)
+                yield RawTensor(name, loss.kind, (data.size // row, k), data)
 
         def pack(raw: RawTensor) -> Packed:
             nonlocal done
@@ -114,7 +117,7 @@ def write_packed(job: Job, path: Path, progress: Progress = NO_PROGRESS) -> list
                 losses[raw.name] = Loss(raw.name, raw.kind, math.prod(raw.shape))
                 packed = four_bit.load(raw.kind)
             else:
-                packed = repack(whole(raw.name), job.workers)
+                packed = stacked(map(repack_small, pieces(raw.name)), raw.shape[0])
             done += tensors[raw.name].nbytes
             progress(raw.name, done, total)
             return packed
@@ -122,7 +125,7 @@ def write_packed(job: Job, path: Path, progress: Progress = NO_PROGRESS) -> list
         writer = PackedWriter(file, job.metadata, shapes)
         raws = {name: RawTensor(name, kind, shape, np.zeros(0, np.uint8)) for name, (kind, shape) in shapes.items()}
         for name in [name for name, tensor in tensors.items() if len(tensor.shape) == 1]:
-            raws[name] = whole(name)
+            raws[name] = replace(next(pieces(name)), shape=tensors[name].shape)
             writer.put(name, raws[name].data.view(np.float32))
         for label, make in matrix_jobs(raws, job.source.config, pack):
             writer.put_matrix(label, make())
@@ -130,6 +133,23 @@ def write_packed(job: Job, path: Path, progress: Progress = NO_PROGRESS) -> list
         writer.finish()
     progress("", total, total)
     return list(losses.values())
+
+
+def stacked(parts: Iterator[Packed], n: int) -> Packed:
+    """One matrix of all their rows, `n`; only one part is in memory beside it."""
+
+    def room(like: NDArray[Any]) -> NDArray[Any]:
+        return np.empty((n, *like.shape[1:]), like.dtype)
+
+    first = next(parts)
+    whole = replace(first, n=n, words=room(first.words), scales=None if first.scales is None else room(first.scales))
+    at = 0
+    for part in chain([first], parts):
+        whole.words[at : at + part.n] = part.words
+        if whole.scales is not None:
+            whole.scales[at : at + part.n] = part.scales
+        at += part.n
+    return whole
 
 
 def _forget(source: Source) -> None:

@@ -44,6 +44,7 @@ class Source:
     name: str  # of the model
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
+    files: list[Path]  # that hold them
     gguf: GgufFile | None = None  # the source itself, if it is one
     config: LlamaConfig = field(init=False)
 
@@ -92,7 +93,8 @@ def from_gguf(path: Path) -> Source:
     file = GgufFile(path)
     try:
         metadata = {k: v for k, v in file.metadata.items() if k not in OWN_KEYS and not k.startswith("split.")}
-        return Source(path.stem, metadata, {name: gguf_tensor(raw) for name, raw in file.tensors.items()}, file)
+        tensors = {name: gguf_tensor(raw) for name, raw in file.tensors.items()}
+        return Source(path.stem, metadata, tensors, file.parts, file)
     except BaseException:
         file.close()
         raise
@@ -154,4 +156,4 @@ def from_llama2c(path: Path) -> Source:
         offset += stored.nbytes
     if path.stat().st_size < offset:
         raise BadFile(f"{path}: {path.stat().st_size:,} bytes, and its header promises {offset:,}", "Fetch it again.")
-    return Source(path.stem, metadata, tensors)
+    return Source(path.stem, metadata, tensors, [path])

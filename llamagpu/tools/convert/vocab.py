@@ -177,10 +177,12 @@ def agreeing(path: Path, data: dict[str, Any], found: dict[str, Any]) -> dict[st
 
     try:
         original = Original.from_file(str(path))
-    except Exception as error:  # the library raises bare Exceptions
-        raise BadFile(f"{path}: {error}", "Fetch it again.") from error
-    wanted = original.encode(CHECK, add_special_tokens=False).ids
-    around = original.encode("a").ids, original.encode("a", add_special_tokens=False).ids
+        wanted = original.encode(CHECK, add_special_tokens=False).ids
+        around = original.encode("a").ids, original.encode("a", add_special_tokens=False).ids
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # bare Exceptions, and panics, which are none
+        raise BadFile(f"{path}: {show(str(error))}", "Fetch it again.") from error
     found["tokenizer.ggml.add_bos_token"] = around[0][:1] != around[1][:1]
     found["tokenizer.ggml.add_eos_token"] = around[0][-1:] != around[1][-1:]
     if found["tokenizer.ggml.model"] == "llama":
