@@ -417,7 +417,7 @@ def test_logits_and_candidates(any_gpu, route, case):
 
 
 def rows_of(route: Route) -> int:
-    own = ops.settings(route)
+    own = shaders.constants(route.kernel) | route.consts
     return 2 * own["PAIRS"] * own["WORKGROUP"] // own["LANES"]  # that a workgroup makes
 
 

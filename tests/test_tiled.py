@@ -102,8 +102,9 @@ def test_linear(gpu, name, n, k, m):
 
 
 @pytest.mark.parametrize("route", routes.LINEAR_IMAGE, ids=lambda r: f"{r.kernel} {r.needs}")
-def test_every_row_of_the_linear_table(gpu, route):
+def test_every_row_of_the_linear_table(any_gpu, route):
     """Also where another row would be taken; and k that fills no stride."""
+    gpu = any_gpu
     rng, m = np.random.default_rng(0), 1 if "gemv" in route.kernel else 6
     for form, k in (("q4", 96), ("f16", 44)):
         matrix, w = matrix_of(gpu, packed(form, 32, True, 24, k, rng))
@@ -137,8 +138,22 @@ def test_linear_into_images(gpu, part, m):
     assert (got[m:] == 77.0).all()
 
 
+@pytest.mark.parametrize("k", [64, 576])
+def test_linear_of_a_normalised_token(any_gpu, k):
+    gpu, rng = any_gpu, np.random.default_rng(k)
+    matrix, w = matrix_of(gpu, packed("q4", 32, True, 40, k, rng))
+    x, weight = rng.standard_normal((2, 1, k)).astype(np.float32)
+    y = gpu.zeros(160, "y")
+    out = Out("image_store", {"y": y}, {"WIDTH": 40, "NORM": True, "EPS": 0.5})
+    norm, step = image(gpu, weight), step_of(gpu, 1)
+    run(gpu, ops.linear(gpu, image(gpu, x), matrix, 1, out, step, table=routes.LINEAR_IMAGE, norm=norm), 1)
+    normed = x / np.sqrt((x.astype(np.float64) ** 2).mean() + 0.5) * weight
+    assert_close(gpu.read(y, np.float32, 40), (normed @ w.T)[0], *F32, "normalised")
+
+
 @pytest.mark.parametrize("last", [False, True])
-def test_rms_norm(gpu, last):
+def test_rms_norm(any_gpu, last):
+    gpu = any_gpu
     rng = np.random.default_rng(0)
     x, weight = (
         rng.standard_normal((3, 76)).astype(np.float32),
@@ -172,19 +187,8 @@ def test_attention(gpu, heads, m, pos, window):
     folded = image(gpu, cache.swapaxes(0, 1).reshape(fold, -1))
     y, step = image(gpu, np.full((m + 1, count * d), 77.0)), step_of(gpu, m, pos)
     scored = gpu.image(fold, (pos // 4 // fold + 1) * count, "scored")
-    shape = {"HEADS": count, "KV_HEADS": kv, "HEAD_DIM": d, "WINDOW": window, "FOLD": fold}
-    scale, images = {"SCALE": d**-0.5}, {"cache": folded, "step": step}
-    queries = image(gpu, q.reshape(m, -1))
-    groups = routes.score_groups(pos, 8)
-    if m > 1:
-        grid = (-(-m * (count // kv) // 8), kv, 1)
-        plan = [gpu.dispatch("attend_image", (), shape | scale, images | {"x": queries, "y": y}, grid)]
-    else:
-        to, at = images | {"x": queries, "y": scored}, images | {"x": scored, "y": y}
-        plan = [
-            gpu.dispatch("attend_image_scores", (), shape | scale, to, (groups, kv, 1)),
-            gpu.dispatch("attend_image_values", (), shape, at, (-(-kv * d // 64), 1, 1)),
-        ]
+    images = image(gpu, q.reshape(m, -1)), folded, scored, y
+    plan = ops.attend_image(gpu, routes.Heads(*heads), *images, m, step, window, d**-0.5, {"FOLD": fold})
     run(gpu, plan, m, pos)
     got = texels(gpu, y)
     want = attention(q.swapaxes(0, 1).astype(np.float64), k, v, np.arange(pos, pos + m), window)
