@@ -56,6 +56,17 @@ def test_streamed_text_is_the_decoded_text(llama, sampling):
     assert "\ufffd" in run.text  # a random model says bytes of no character, and they come out too
 
 
+def test_a_cpu_adapter_looks_back_only_so_far(gpu, tmp_path):
+    """Beyond that llvmpipe would give wrong answers in silence; nobody who did not ask for more is refused."""
+    path = tiny_llama(tmp_path / "long.gguf", context=100_000)
+    with Llama(path, device=gpu) as llama:
+        assert llama.limit == (65532 if gpu.caps.cpu else 100_000)
+    if gpu.caps.cpu:
+        for options in ({"context": 65_533}, {"context": 8193, "kv_type": "f16"}):
+            with pytest.raises(DoesNotFit, match="more than a CPU adapter can do"):
+                Llama(path, device=gpu, **options)
+
+
 def test_prompt_as_ids_is_prompt_as_text(llama):
     ids = llama.tokenizer.encode(PROMPT)
     assert text_of(llama, ids).ids == text_of(llama, PROMPT).ids

@@ -196,6 +196,28 @@ def test_attention(gpu, heads, m, pos, window):
     assert (got[m:] == 77.0).all()
 
 
+@pytest.mark.parametrize("d", [8, 64, 128])
+def test_attention_over_the_longest_context(gpu, d):
+    """llvmpipe ends loops after 65535 turns, without a word. Equal scores: the result is the mean of the values."""
+    most, fold = routes.most_positions(d, replace(gpu.caps, cpu=True), images=True), 8192
+    values = np.arange(65600, dtype=np.float32) / 65600
+    cache = np.zeros((9 * fold, 2, d), np.float32)
+    cache[: len(values), 1] = values[:, None]
+    folded = image(gpu, cache.reshape(9, fold, -1).swapaxes(0, 1).reshape(fold, -1))
+    q, scored = image(gpu, np.zeros((2, d))), gpu.image(fold, 3, "scored")
+    for m, positions in ((2, most), (1, most), (1, len(values)), (2, len(values))):
+        pos, y = positions - m, gpu.image(d // 4, 2, "y")
+        images, step = (q, folded, scored, y), step_of(gpu, m, pos)
+        run(gpu, ops.attend_image(gpu, routes.Heads(1, 1, d), *images, m, step, 0, 1.0, {"FOLD": fold}), m, pos)
+        got = texels(gpu, y)[:m]
+        if gpu.caps.cpu and m == 2 and positions > most:
+            assert np.isnan(got).any(axis=1).all()  # it stopped early, and that shows
+        else:
+            want = np.array([[values[: pos + t + 1].mean(dtype=np.float64)] * d for t in range(m)])
+            assert_close(got, want, 1e-8, 1e-4, f"{m} tokens, {positions} positions")
+    gpu.free(folded)
+
+
 def test_embedding_of_every_form(gpu):
     rng = np.random.default_rng(0)
     for name, form in FORMS.items():
@@ -267,9 +289,19 @@ def test_which_models_are_tiled(gpu, tmp_path):
         Adapter.caps = cpu
 
 
-def test_a_cpu_adapter_takes_the_images(gpu):
+def test_a_cpu_adapter_takes_the_images(gpu, tmp_path):
+    """No kernel on buffers but for the choice, and the float64 reference's logits."""
     from llamagpu.engine.generate import Llama
 
-    with Llama(shared_data("tiny/stories260K-f32.gguf"), device=gpu) as llama:
-        kernels = {dispatch.label for dispatch in llama.model.plan(1).dispatches}
+    path, ids = tiny_llama(tmp_path / "m.gguf"), tokens(21)
+    with Llama(path, device=gpu) as llama:
+        llama.model.prefill(ids[:20])
+        llama.model.prefill(ids[20:])
+        logits = llama.model.read_logits()
+        kernels = {dispatch.label for m in (1, 2) for dispatch in llama.model.plan(m).dispatches}
+    assert_close(logits, Reference(GgufFile(path)).forward(ids)[-1], *F32, "logits")
     assert ("linear_image_gemv" in kernels) == gpu.caps.cpu
+    if gpu.caps.cpu:
+        attention = {"attend_image", "attend_image_scores", "attend_image_values"}
+        linear = {"linear_image", "linear_image_gemv"}
+        assert kernels == attention | linear | {"embed_image", "rms_norm_image", "argmax"}

@@ -2,7 +2,7 @@
 // one token and head with its own online softmax; neighbours share the kv head, and the texels they read (see
 // spread_subgroup), so that all go through the same positions. Parts: spread. Needs HEAD_DIM % 4 == 0 and <= 128, and fewer
 // than 65535 positions: llvmpipe ends all loops of an invocation after 65535 turns in sum, without a word; those over HEAD_DIM
-// it unrolls, up to 32 turns.
+// it unrolls. Where it stops early all the same, the result is NaN.
 struct Step { pos: u32, m: u32, capacity: u32, count: u32 }  // first position, tokens, positions a head's cache holds, tokens picked
 const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;
@@ -19,6 +19,10 @@ const SHARE: u32 = HEADS / KV_HEADS;
 @group(0) @binding(5) var x: texture_storage_2d<rgba32float, read>;    // q, as y
 @group(0) @binding(8) var<uniform> step: Step;
 fn texel(i: u32, column: u32, row: u32) -> vec4<f32> { return textureLoad(cache, vec2<u32>(column + i, row)); }
+fn more(lane: u32, column: u32, row: u32) -> array<vec4<f32>, 16> {  // the texels after those of spread
+  if (QUADS <= 16u) { return array<vec4<f32>, 16>(); }
+  return spread(lane, column + 16u, row);
+}
 fn first_seen(token: u32) -> u32 {
   let end = step.pos + token + 1u;
   return select(0u, end - min(WINDOW, end), WINDOW > 0u);
@@ -35,15 +39,15 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_
   var top = -1e30;
   var total = 0.0;
   let from_token = (id.x - lane) / SHARE;
-  let to_token = min((id.x - lane + WORKGROUP - 1u) / SHARE, last);
-  for (var p = first_seen(from_token); p <= step.pos + to_token; p++) {
+  let end = step.pos + min((id.x - lane + WORKGROUP - 1u) / SHARE, last) + 1u;
+  var p = first_seen(from_token);
+  for (; p < end; p++) {
     let row = p % FOLD;
     let keys = (p / FOLD * 2u * KV_HEADS + id.y) * QUADS;
+    let k = spread(lane, keys, row);
+    let l = more(lane, keys, row);
     var products = vec4<f32>();
-    for (var c = 0u; c < QUADS; c += 16u) {
-      let k = spread(lane, keys + c, row);
-      for (var i = 0u; i < TEXELS; i++) { if (c + i < QUADS) { products += q[c + i] * k[i]; } }
-    }
+    for (var i = 0u; i < QUADS; i++) { products += q[i] * select(k[i % 16u], l[i % 16u], i >= 16u); }
     let seen = p >= begin && p <= step.pos + token;
     let s = select(-1e30, dot(products, vec4<f32>(1.0)), seen);
     let peak = max(top, s);
@@ -51,11 +55,11 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_
     let e = select(0.0, exp(s - peak), seen);
     top = peak;
     total = total * keep + e;
-    for (var c = 0u; c < QUADS; c += 16u) {
-      let v = spread(lane, keys + KV_HEADS * QUADS + c, row);
-      for (var i = 0u; i < TEXELS; i++) { if (c + i < QUADS) { acc[c + i] = acc[c + i] * keep + e * v[i]; } }
-    }
+    let v = spread(lane, keys + KV_HEADS * QUADS, row);
+    let w = more(lane, keys + KV_HEADS * QUADS, row);
+    for (var i = 0u; i < QUADS; i++) { acc[i] = acc[i] * keep + e * select(v[i % 16u], w[i % 16u], i >= 16u); }
   }
   if (id.x / SHARE > last) { return; }
+  if (p < end) { textureStore(y, vec2<u32>(out, token), vec4<f32>(bitcast<f32>(0x7FC00000u | p))); return; }
   for (var i = 0u; i < QUADS; i++) { textureStore(y, vec2<u32>(out + i, token), acc[i] / total); }
 }

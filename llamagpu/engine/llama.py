@@ -29,6 +29,8 @@ Progress = Callable[[int, int], None]
 class Transformer:
     """One sequence: `history` are the ids whose keys and values are in the cache."""
 
+    on_images = False
+
     def __init__(
         self,
         gpu: Gpu,
@@ -89,6 +91,7 @@ class Transformer:
         """Make room for `context` positions; what the cache holds is kept."""
         if context <= self.capacity:
             return
+        self.check_most(context)
         c, gpu, old = self.config, self.gpu, self.capacity
         # whole 16-byte words per head for every kernel, whatever the head_dim
         capacity = -(-context // 4) * 4
@@ -110,6 +113,12 @@ class Transformer:
         )  # [capacity, rope_dims/2] (cos, sin)
         self.capacity = capacity
         self.plans.clear()
+
+    def check_most(self, context: int) -> None:
+        most = routes.most_positions(self.config.head_dim, self.gpu.caps, self.on_images)
+        if most and context > most:
+            cause = f"a context of {context} is more than a CPU adapter can do with this model"
+            raise DoesNotFit(cause, f"use -c {most} or less")
 
     @property
     def kv_bytes(self) -> int:

@@ -15,7 +15,6 @@ from llamagpu.engine import ops, weights
 from llamagpu.engine.llama import RING, Transformer
 from llamagpu.engine.ops import Out
 from llamagpu.engine.weights import Layer, Matrix, Part, Progress, Tensors, Weights
-from llamagpu.errors import DoesNotFit
 from llamagpu.files.config import LlamaConfig, rope_table
 from llamagpu.files.repack import FORMATS, Packed, slice_rows, small
 from llamagpu.files.tiles import ROWS, tile
@@ -26,7 +25,6 @@ from llamagpu.gpu.routes import Heads, Linear
 from llamagpu.gpu.shaders import Const, constants
 
 FOLD = constants("attend_image")["FOLD"]  # positions below each other in a cache image
-MOST = 65532  # positions: llvmpipe stops a loop after 65535 turns
 Bias = np.ndarray[Any, Any] | None
 
 
@@ -85,6 +83,7 @@ def upload_tiles(gpu: Gpu, tiles: Iterable[Packed], label: str, bias: Bias = Non
 class TiledTransformer(Transformer):
     """The residual stream goes to and fro between two images: a kernel cannot read and write the same one."""
 
+    on_images = True
     images: list[Any]  # per layer: a row per position, its keys and values
     scored: Any  # [heads, capacity] scores of one token
 
@@ -100,8 +99,7 @@ class TiledTransformer(Transformer):
     def reserve(self, context: int) -> None:
         if context <= self.capacity:
             return
-        if context > MOST:
-            raise DoesNotFit(f"a context of {context} is more than a CPU adapter can do", f"use -c {MOST} or less")
+        self.check_most(context)
         c, gpu, old = self.config, self.gpu, self.capacity
         capacity = -(-context // 4) * 4  # a texel of `scored` holds 4 positions
         row = 2 * c.kv_heads * c.head_dim // 4

@@ -132,6 +132,7 @@ class Gpu:
             invocations=limits["max-compute-invocations-per-workgroup"],
             storage_buffers=limits["max-storage-buffers-per-shader-stage"],
             image_side=limits["max-texture-dimension-2d"],
+            scalar=os.environ.get("LLAMAGPU_SCALAR") == "1",
         )
 
     @classmethod

@@ -5,6 +5,7 @@ A table is read from the top; the first row that fits wins; the last row fits ev
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Caps:
     invocations: int = 256  # of one workgroup
     storage_buffers: int = 8  # of one kernel
     image_side: int = 8192  # texels of a storage texture, each way
+    scalar: bool = False  # take the last row that fits instead: the kernels for every shape, as a baseline
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,11 +270,21 @@ def score_groups(pos: int, workgroup: int) -> int:
     return 1 << (pos // (4 * workgroup)).bit_length()
 
 
+def most_positions(head_dim: int, caps: Caps, images: bool) -> int | None:
+    """How far attention may look back. llvmpipe ends the loops of an invocation after 65535 turns in sum, in silence;
+    inner loops count unless it unrolls them. `attend` was wrong from 16 k (head_dim 256) to 31 k (8) positions on."""
+    if not caps.cpu:
+        return None
+    if images:
+        return 65532
+    return 8192 if head_dim % 4 == 0 and head_dim <= 256 and not caps.scalar else 65000 // (head_dim + 8)
+
+
 def tileable(dim: int, ffn_dim: int, head_dim: int, rope_dims: int, matrices: Iterable[Linear], caps: Caps) -> bool:
     """Whether a model runs on images: a CPU adapter, rows in whole tiles of 8 (gate and up are 4 each), heads whose
     loops llvmpipe unrolls, 16 k or more under a scale, nothing wider than an image."""
     whole = dim % 8 == 0 and ffn_dim % 4 == 0 and head_dim % 8 == 0 and head_dim <= 128 and rope_dims % 8 == 0
-    return caps.cpu and whole and all(
+    return caps.cpu and not caps.scalar and whole and all(
         (s.form == "f16" or s.group % 16 == 0) and tile_texels(s) <= caps.image_side for s in matrices
     )  # fmt: skip
 
@@ -323,5 +335,7 @@ def fits_any(table: tuple[Route, ...], *facts: object) -> bool:
     return any(route.fits(*facts) for route in table)
 
 
-def pick(table: tuple[Route, ...], *facts: object) -> Route:
-    return next(route for route in table if route.fits(*facts))
+def pick(table: tuple[Route, ...], *facts: Any) -> Route:
+    """`facts`: the shape, then the Caps."""
+    rows = reversed(table) if facts[-1].scalar else table
+    return next(route for route in rows if route.fits(*facts))
