@@ -122,20 +122,18 @@ def bench(
     settings = Settings(repetitions, delay, not no_warmup, precision, device)
     rows: list[report.Row] = []
     profiles: list[Profile] = []
-    for write, printer in printers:
-        write(printer.header())
     with interruptible() as check:
         for source in chosen:
             probe = roofline_probe(source, profiles) if plot else None
             measured = measure(source, tests, settings, check, bar("loading", quiet, check), probe)
             for row in announced(measured, source, len(tests), progress):
+                for write, printer in printers:  # an error before the first row stands alone
+                    write(("" if rows else printer.header()) + printer.row(row))
                 rows.append(row)
-                for write, printer in printers:
-                    write(printer.row(row))
                 if not quiet:
                     note(report.aside(row))
     for write, printer in printers:
-        write(printer.footer())
+        write(("" if rows else printer.header()) + printer.footer())
     if verbose and output == "md":
         out("\n" + report.table(report.DETAILS, [report.details(row) for row in rows], left=2))
         out("".join(f"\n{line}\n" for line in dict.fromkeys(map(report.conditions, rows))))
