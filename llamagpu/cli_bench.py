@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from llamagpu import options as o
-from llamagpu.terminal import Usage, bar, interruptible, note, out
+from llamagpu.terminal import Usage, bar, interruptible, note, out, status
 
 if TYPE_CHECKING:
     from llamagpu.tools.bench import Source
@@ -124,9 +125,12 @@ def bench(
     profiles: list[Profile] = []
     with interruptible() as check:
         for source in chosen:
+            status(f"{source}: preparing", quiet)
             probe = roofline_probe(source, profiles) if plot else None
-            measured = measure(source, tests, settings, check, bar("loading", quiet, check), probe)
+            tick = counting(check, f"{source}: run", quiet)
+            measured = measure(source, tests, settings, tick, bar("loading", quiet, check), probe)
             for row in announced(measured, source, len(tests), progress):
+                status("", quiet)
                 for write, printer in printers:  # an error before the first row stands alone
                     write(("" if rows else printer.header()) + printer.row(row))
                 rows.append(row)
@@ -144,6 +148,17 @@ def bench(
 def err(text: str) -> None:
     if sys.stderr is not None:
         print(text, end="", file=sys.stderr, flush=True)
+
+
+def counting(check: Callable[[], None], label: str, quiet: bool) -> Callable[[], None]:
+    """`check`, which every run of a test calls; a test may take minutes, and somebody may be waiting."""
+    runs = count(1)
+
+    def tick() -> None:
+        check()
+        status(f"{label} {next(runs)}", quiet)
+
+    return tick
 
 
 def announced(rows: Iterator[Any], source: "Source", count: int, wanted: bool) -> Iterator[Any]:

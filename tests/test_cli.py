@@ -560,6 +560,14 @@ def test_progress_on_a_terminal_only(model, tmp_path):
     assert "chunks" not in terminal(*args, TERM="dumb").err
 
 
+def test_bench_shows_that_it_works(model):
+    args = ["bench", "-m", model, "-p", 4, "-n", 0, "-r", 2]
+    result = terminal(*args)
+    assert result.code == 0 and f"{model}: preparing" in result.err and f"{model}: run 2" in result.err
+    assert b"pp4" in result.out and b"\r" not in result.out
+    assert "run" not in terminal(*args, "-q").err
+
+
 def test_no_colours(model):
     for env in ({}, {"NO_COLOR": "1"}):
         result = terminal("generate", "-m", model, "-p", "a", "-n", "3", **env)
