@@ -5,7 +5,6 @@ A table is read from the top; the first row that fits wins; the last row fits ev
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +334,8 @@ def fits_any(table: tuple[Route, ...], *facts: object) -> bool:
     return any(route.fits(*facts) for route in table)
 
 
-def pick(table: tuple[Route, ...], *facts: Any) -> Route:
+def pick(table: tuple[Route, ...], *facts: object) -> Route:
     """`facts`: the shape, then the Caps."""
-    rows = reversed(table) if facts[-1].scalar else table
+    caps = facts[-1]
+    rows = reversed(table) if isinstance(caps, Caps) and caps.scalar else table
     return next(route for route in rows if route.fits(*facts))
