@@ -100,7 +100,7 @@ install_failed() {
     local remedy='Check `pip config list`, then try again' cause
     cause=$(grep -E '^ *(ERROR|OSError|error):' "$1" | grep -v subprocess-exited | tail -n 1 | sed 's/^ *//') || true
     if grep -q 'No space left' "$1"; then
-        cause='no space left on the disk' remedy='Free some (300 MB), then try again'
+        cause='no space left on the disk' remedy='Free some (200 MB), then try again'
     elif grep -qE 'NewConnection|NameResolution|ConnectTimeout|ReadTimeout|ProxyError' "$1"; then
         cause='the package index does not answer' remedy='Check the network and pip'"'"'s proxy settings, then try again'
     fi

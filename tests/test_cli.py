@@ -276,7 +276,7 @@ def test_stop(run, model):
 
 def test_nothing_to_write(run, model):
     result = run("generate", "-m", model, "-p", "a b", "-n", 0)
-    assert result.code == 0 and result.out == b"\n" and "0 tokens" in result.err
+    assert result.code == 0 and result.out == b"\n" and "| prompt 5 tokens, " in result.err
 
 
 def test_context_end(run, model):
