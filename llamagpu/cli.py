@@ -14,12 +14,12 @@ from llamagpu import options as o
 from llamagpu.cli_convert import convert
 from llamagpu.errors import DoesNotFit, LlamaGpuError, about
 from llamagpu.talk import converse, encode, result, stream, summary
-from llamagpu.terminal import Interrupted, Usage, bar, interruptible, note, out, read_text
+from llamagpu.terminal import Interrupted, Usage, bar, check_folder, interruptible, note, out, read_text
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llamagpu.engine.generate import Llama
+    from llamagpu.engine.generate import Generation, Llama
     from llamagpu.engine.sampler import Sampling
 
 app = typer.Typer(
@@ -80,6 +80,8 @@ def generate(
     system: o.SystemOption = None,
     ubatch: o.UbatchOption = 512,
     cache_type: o.CacheOption = None,
+    prompt_cache: o.PromptCacheOption = None,
+    prompt_cache_ro: o.PromptCacheRoOption = False,
     precision: o.PrecisionOption = None,
     device: o.DeviceOption = None,
     offline: o.OfflineOption = False,
@@ -90,12 +92,20 @@ def generate(
 ) -> None:
     """Write text: from -p, -f or standard input to stdout, token by token."""
     text = read_text(prompt, file)
+    if prompt_cache_ro and not prompt_cache:
+        raise Usage("--prompt-cache-ro is given without a file", "name it with --prompt-cache FILE")
+    if prompt_cache and not prompt_cache_ro:
+        check_folder(prompt_cache)
     path = find_model(model, hf_repo, offline, quiet)
     with interruptible() as check:
         llama = open_model(
             path, quiet, verbose, check,
             device=device, context=ctx_size or None, chunk=ubatch, kv_type=cache_type, precision=precision,
         )  # fmt: skip
+        if prompt_cache and (prompt_cache_ro or os.path.exists(prompt_cache)):
+            restored = llama.load_prompt(prompt_cache, bar("restoring prompt", quiet, check))
+            if verbose:
+                note(f"{prompt_cache}: {restored} tokens restored in {llama.load_times.prompt_s:.2f} s")
         run = llama.generate(
             encode(llama, text, system, raw),
             max_tokens=predict,
@@ -109,8 +119,18 @@ def generate(
             out(json.dumps(result(run), ensure_ascii=False) + "\n")
         elif not quiet:
             note(summary(run))
+    if prompt_cache and not prompt_cache_ro:
+        keep(run, prompt_cache, quiet)
     if run.finish_reason == "interrupted":
         raise typer.Exit(Interrupted.exit_code)
+
+
+def keep(run: "Generation", path: "Path", quiet: bool) -> None:
+    """Save the prompt if it was read to its end, unless the file holds all of it; the last token is always read."""
+    times = run.timings
+    if times.prefill_s and (times.cached_tokens < times.prompt_tokens - 1 or not os.path.exists(path)):
+        with interruptible() as check:
+            run.llama.save_prompt(path, times.prompt_tokens, bar("saving prompt", quiet, check))
 
 
 def sampling(

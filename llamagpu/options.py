@@ -2,6 +2,7 @@
 
 import os
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -65,6 +66,17 @@ SystemOption = Annotated[
 UbatchOption = Annotated[int, option("-ub", "--ubatch-size", min=1, help="Prompt tokens per step.")]
 CacheOption = Annotated[
     CacheType | None, option("-ctk", "-ctv", "--cache-type", help="KV cache; the adapter's better one.")
+]
+PromptCacheOption = Annotated[
+    Path | None,
+    option(
+        "--prompt-cache",
+        "--prompt-cache-file",
+        help="Keep what was read of the prompt in this file: the next run reads only what is new.",
+    ),
+]
+PromptCacheRoOption = Annotated[
+    bool, option("--prompt-cache-ro", help="Use the file of --prompt-cache, and leave it as it is.")
 ]
 PrecisionOption = Annotated[
     Precision | None,

@@ -46,6 +46,7 @@ def result(run: "Generation") -> dict[str, Any]:
         "load_s": run.llama.load_times.total_s,
         "first_token_s": t.first_token_s,
         "prompt_tokens": t.prompt_tokens,
+        "cached_tokens": t.cached_tokens,
         "prefill_tps": t.prefill_tps,
         "tokens": t.tokens,
         "decode_tps": t.decode_tps,
@@ -61,7 +62,7 @@ def result(run: "Generation") -> dict[str, Any]:
 
 def summary(run: "Generation") -> str:
     t = run.timings
-    kept = f" ({t.cached_tokens} of them kept)" if t.cached_tokens else ""
+    kept = f" ({t.cached_tokens} from the cache)" if t.cached_tokens else ""
     said = [f"load {run.llama.load_times.total_s:.2f} s"]
     speed = f", {t.prefill_tps:.1f} tok/s" if t.prefill_s else ""
     said.append(f"prompt {t.prompt_tokens} tokens{kept}{speed}")

@@ -98,6 +98,13 @@ def read_text(prompt: str | None, file: str | None) -> str:
     return raw.decode("utf-8", "surrogateescape")
 
 
+def check_folder(path: Path) -> None:
+    """Before any work is done for a file that could not be written in the end."""
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        reason = "no permission to write there" if path.parent.exists() else "there is no such folder"
+        raise LlamaGpuError(f"cannot write {path}: {reason}", "name another file")
+
+
 @contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
     """In here Ctrl-C is noted, and raised as Interrupted by the next call of what this gives.

@@ -605,7 +605,7 @@ def test_chat_keeps_what_was_said(run, chat_model, monkeypatch):
     assert seen[1][2][0] == "assistant" and result.out.decode().startswith(answer + "\n")
     assert result.err.count(" | first token ") == 3
     first = len(run("tokenize", "-m", chat_model, "-p", "[system]be kind[user]hello[a]").json)
-    assert int(re.search(r" \((\d+) of them kept\)", result.err)[1]) >= first - 1  # the second turn's
+    assert int(re.search(r" \((\d+) from the cache\)", result.err)[1]) >= first - 1  # the second turn's
 
 
 def test_chat_that_grows_too_long(run, chat_model):

@@ -56,7 +56,8 @@ def test_qwen2():
 def test_variants():
     assert tiny(head_dim=24)[0].head_dim == 24
     assert not tiny(tied=False)[0].tied
-    assert tiny(metadata={"llama.attention.sliding_window": 32})[0].sliding_window == 32
+    for window, used in ((32, 32), (255, 255), (256, 0), (2**32, 0)):  # one as long as the context hides nothing
+        assert tiny(metadata={"llama.attention.sliding_window": window})[0].sliding_window == used
     assert tiny(kv_heads=4, metadata={"llama.attention.head_count_kv": None})[0].kv_heads == 4
     assert tiny(metadata={"llama.rope.freq_base": None})[0].rope_theta == 10_000
     assert tiny(metadata={"llama.rope.dimension_count": None})[0].rope_dims == 16
@@ -121,7 +122,7 @@ def test_other_models_are_unsupported():
           for bad in (-1.0, math.nan, math.inf, 2**40, "1")),
         ("rope.freq_base", 0.0), ("rope.dimension_count", 18), ("rope.dimension_count", 7),
         ("attention.head_count", 5), ("attention.head_count_kv", 3), ("attention.key_length", 15),
-        ("attention.sliding_window", -1),
+        ("attention.sliding_window", -1), ("attention.sliding_window", 2**40),
     ],
 )  # fmt: skip
 def test_senseless_values_are_refused(key, value):

@@ -1,10 +1,14 @@
 """From a prompt to streamed text through the Python API: what is yielded, when it ends, what is kept."""
 
 import math
+import signal
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import open_gpu
 from gguf_builder import tiny_llama, tiny_parts, write_gguf
 from test_hostile_files import MODEL, MUTATIONS
 from test_hostile_files import encode as encode_gguf
@@ -12,11 +16,15 @@ from test_hostile_files import encode as encode_gguf
 import llamagpu
 from llamagpu.engine import selfcheck
 from llamagpu.errors import DoesNotFit, LlamaGpuError, NumericCheckFailed
-from llamagpu.files.gguf_file import GgufFile
+from llamagpu.files.config import tensor_shapes
+from llamagpu.files.gguf_file import BLOCKS, GgufFile, RawTensor
 from llamagpu.files.tokenizer import Tokenizer
 
 pytest.importorskip("wgpu")
 from llamagpu import Llama, Sampling
+from llamagpu.engine.generate import Token
+from llamagpu.engine.memory import plan_memory
+from llamagpu.engine.synthetic import synthetic_config
 
 GREEDY = Sampling(temperature=0)
 VARIED = Sampling(temperature=3, top_k=0, top_p=1, min_p=0, seed=11)
@@ -166,6 +174,66 @@ def test_stopping_early_leaves_the_model_usable(llama):
         assert text_of(llama).ids == want
 
 
+def press(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupt(run: Iterable[Token], after_s: float) -> None:
+    """Runs it; KeyboardInterrupt comes at that moment, wherever Python is then, unless it is through before."""
+    before = signal.signal(signal.SIGALRM, press)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+        list(run)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(params=["images", "buffers"])
+def own_llama(path, request, monkeypatch):
+    """On a device of its own, as on a software adapter and as on a GPU; the cache starts small."""
+    monkeypatch.setattr("llamagpu.engine.generate.FIRST_CONTEXT", 32)
+    with closing(open_gpu()) as gpu:
+        monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=request.param == "images"))
+        with Llama(path, device=gpu, precision="high") as llama:
+            yield llama
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals here")
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, seed=3, repeat_penalty=1.2)], ids=["greedy", "drawn"])
+def test_an_interrupted_text_goes_on_as_if_nothing_had_been(own_llama, sampling):
+    llama = own_llama
+    text_of(llama, max_tokens=60, sampling=sampling)  # compiles
+    llama.model.truncate(0)
+    whole = text_of(llama, max_tokens=60, sampling=sampling)
+    ids, cuts = whole.prompt_ids + whole.ids, set()
+    for moment in np.linspace(0.001, whole.timings.first_token_s + whole.timings.decode_s, 12):
+        llama.model.truncate(0)
+        run = llama.generate(PROMPT, max_tokens=60, sampling=sampling, ignore_eos=True)
+        interrupt(run, moment)
+        done = run.prompt_ids + run.ids
+        assert ids[: len(done)] == done and ids[: len(llama.model.history)] == llama.model.history
+        if len(done) < len(ids):
+            rest = text_of(llama, done, max_tokens=len(ids) - len(done), sampling=sampling)
+            assert done + rest.ids == ids
+        cuts.add(len(run.ids))
+    assert len(cuts) > 3
+
+
+def test_interrupted_while_the_cache_grows(own_llama, path, gpu, monkeypatch):
+    with Llama(path, device=gpu) as other:
+        want = text_of(other, max_tokens=-1).ids
+    run = own_llama.generate(PROMPT, sampling=GREEDY, ignore_eos=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("llamagpu.engine.llama.rope_table", press)
+        patch.setattr("llamagpu.engine.tiled.rope_table", press)
+        list(run)
+    assert 0 < len(run.ids) < 32 and run.ids == want[: len(run.ids)]
+    assert run.ids + text_of(own_llama, run.prompt_ids + run.ids, max_tokens=-1).ids == want
+
+
 def test_timings(llama):
     t = text_of(llama, [1, 2, 3, 4], max_tokens=10).timings
     assert (t.prompt_tokens, t.tokens) == (4, 10)
@@ -248,6 +316,30 @@ def test_memory_plan(path, any_gpu, monkeypatch):
             Llama(file, device=any_gpu)
         assert any_gpu.allocated_bytes == before and caught.value.remedy
         monkeypatch.delenv("LLAMAGPU_MAX_MEMORY")
+
+
+@pytest.mark.parametrize("precision", ["high", "fast"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K"])
+def test_memory_plan_of_a_gpu(tmp_path, gpu, monkeypatch, kind, precision):
+    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=False))
+    keys, tensors = tiny_parts(kind=kind, vocab=10_000, dim=256, ffn=512, layers=1)
+    before = gpu.allocated_bytes
+    llama = Llama(write_gguf(tmp_path / "m.gguf", keys, tensors), device=gpu, precision=precision)
+    used = gpu.allocated_bytes - before
+    assert 0.97 * used <= llama.memory.total <= 1.05 * used
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"])
+def test_memory_is_that_of_the_file_and_little_more(gpu, monkeypatch, name):
+    """On a GPU: the weights as the file has them, the cache, one token's activations, and at most 8 % of these."""
+    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=False, half=True))
+    config = synthetic_config(name)
+    last = "token_embd" if config.tied else "output"
+    kinds = {n: "F32" if "norm" in n else "Q6_K" if last in n else "Q4_0" for n in tensor_shapes(config)}
+    tensors = {n: RawTensor(n, kinds[n], shape, np.zeros(0)) for n, shape in tensor_shapes(config).items()}
+    file = sum(math.prod(t.shape) // BLOCKS[t.kind][0] * BLOCKS[t.kind][1] for t in tensors.values())
+    plan, single = (plan_memory(config, tensors, gpu, 1024, chunk, False, fast=True) for chunk in (512, 1))
+    assert plan.total < 1.08 * (file + plan.cache + single.scratch)
 
 
 def test_memory_for_a_longer_text_is_planned_too(tmp_path, gpu, monkeypatch):

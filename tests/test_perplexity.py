@@ -1,6 +1,9 @@
 """Perplexity against the float64 model, chunk by chunk as llama-perplexity does it."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +13,13 @@ from reference import Reference
 
 from llamagpu.errors import LlamaGpuError, NumericCheckFailed
 from llamagpu.files.gguf_file import GgufFile
+from llamagpu.files.tokenizer import Tokenizer
+from llamagpu.tools import models
 
 pytest.importorskip("wgpu")
 from llamagpu import Llama
-from llamagpu.tools.perplexity import perplexity
+from llamagpu.engine.llama import Transformer
+from llamagpu.tools.perplexity import chunks_of, perplexity
 
 TEXT = "the quick brown fox jumps over the lazy dog, again and again. " * 4
 
@@ -103,3 +109,56 @@ def test_stories_are_likelier_than_the_encyclopedia(gpu):
         want = expected(path, llama.tokenizer.encode(story * 2, special=False), 32, 1)
         assert found.value == pytest.approx(want[0], rel=2e-3)
         assert perplexity(llama, wiki, 32).value > 10 * found.value
+
+
+# How far each precision may be from float64, on a GPU's kernels
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    try:
+        return models.path("smollm2")
+    except LlamaGpuError as error:
+        pytest.skip(error.cause)
+
+
+def wiki(path: Path, count: int, context: int) -> list[list[int]]:
+    text = shared_data("text/wiki.test.raw").read_text()[: 10 * (count + 1) * context]
+    return chunks_of(Tokenizer.from_gguf(GgufFile(path).metadata), text, context)[:count]
+
+
+def differences(path: Path, gpu: Any, monkeypatch: Any, precision: str, chunks: list[list[int]]) -> np.ndarray:
+    """Of the log probabilities that a device's prefill and float64 give to each next token: [chunks, tokens - 1]."""
+    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=False))
+    reference, found = Reference(GgufFile(path)), []
+    with Llama(path, device=gpu, context=len(chunks[0]), precision=precision) as llama:
+        assert type(llama.model) is Transformer and llama.model.fast_many == (precision == "fast")
+        for ids in chunks:
+            llama.model.truncate(0)
+            reference.clear()
+            logits = reference.forward(ids)[:-1]
+            logits -= logits.max(axis=1, keepdims=True)
+            wanted = logits[range(len(ids) - 1), ids[1:]] - np.log(np.exp(logits).sum(axis=1))
+            found.append(llama.model.log_probs(ids) - wanted)
+    return np.array(found)
+
+
+GATES = {"high": 0.001, "fast": 0.005}
+
+
+@pytest.mark.parametrize(("precision", "tokens", "spread"), [("high", 64, 0.003), ("fast", 128, 0.12)])
+def test_precision_of_a_prompt(gpu, smollm2, monkeypatch, precision, tokens, spread):
+    """A short one: the mean within the gate and three of its standard errors. Rounding to int8 moves a token's log
+    probability by 0.07, f32 sums and an f16 cache by 0.001."""
+    off = differences(smollm2, gpu, monkeypatch, precision, wiki(smollm2, 1, tokens))
+    assert off.std() < spread
+    assert abs(off.mean()) < GATES[precision] + 3 * off.std() / math.sqrt(off.size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", GATES)
+def test_perplexity_within_the_gates(gpu, smollm2, monkeypatch, precision):
+    """As `llamagpu perplexity`: the second halves of 24 chunks of 512."""
+    off = differences(smollm2, gpu, monkeypatch, precision, wiki(smollm2, 24, 512))[:, 256:]
+    print(f"{precision}: {100 * math.expm1(-off.mean()):+.4f} %")
+    assert abs(math.expm1(-off.mean())) < GATES[precision]

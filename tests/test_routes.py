@@ -40,9 +40,9 @@ LINEAR = [  # m, n, k, group, form -> kernel
     (1, 64, 40, 40, "f16", "linear_gemv_word"),
     # a few tokens: rows are read once for all of them
     (2, 64, 64, 32, "q4", "linear_gemv_few"),
-    (8, 64, 256, 16, "q8", "linear_gemv_few"),
+    (16, 64, 256, 16, "q8", "linear_gemv_few"),
     # many: tiles
-    (9, 64, 64, 32, "q4", "linear_gemm"),
+    (17, 64, 64, 32, "q4", "linear_gemm"),
     (512, 4096, 4096, 32, "q4", "linear_gemm"),
     (33, 1, 8, 8, "q4", "linear_gemm"),
     (7, 64, 40, 40, "f16", "linear_gemm"),
@@ -83,12 +83,25 @@ def test_norm(caps, width):
     assert pick(routes.NORM, width, caps).kernel == ("rms_norm" if width % 4 else "rms_norm_vec4")
 
 
-@pytest.mark.parametrize("head_dim", [6, 48, 64, 80, 128, 256, 260])
+@pytest.mark.parametrize("head_dim", [6, 32, 48, 64, 80, 96, 128, 256, 260, 288])
 def test_attention_of_many_tokens(head_dim):
-    """Without subgroups: V along head_dim, 16 bytes at a time, where that can be done."""
+    """Without subgroups: V along head_dim, 16 bytes at a time, where that can be done. With them: tiles of rows."""
     kernel = "attend" if head_dim % 4 == 0 and head_dim <= 256 else "attend_any"
     assert pick(routes.ATTEND, head_dim, 33, FLOOR).kernel == kernel
-    assert pick(routes.ATTEND, head_dim, 33, GPU).kernel == ("attend_tile" if kernel == "attend" else kernel)
+    tiled = head_dim in (32, 64, 96, 128, 256)
+    assert pick(routes.ATTEND, head_dim, 33, GPU).kernel == ("attend_tile" if tiled else kernel)
+
+
+def test_attention_of_a_few_tokens():
+    assert pick(routes.ATTEND, 128, 16, GPU).kernel == "attend_split"
+    assert pick(routes.ATTEND, 96, 16, GPU).kernel == "attend"
+
+
+def test_attention_of_many_heads_to_a_kv_head():
+    """A workgroup of attend_split has room for 32 of them, one of attend_tile too."""
+    kernels = [{r.kernel for r in routes.attention(group, GPU)} for group in (1, 32, 33)]
+    assert kernels[0] == kernels[1] == {"attend_split", "attend_tile", "attend", "attend_any"}
+    assert kernels[2] == {"attend", "attend_any"}
 
 
 def test_attention_of_one_token():
@@ -99,9 +112,45 @@ def test_attention_of_one_token():
 
 
 def test_tiles_of_attention_stay_in_a_subgroup():
-    """Rows of a head of 256 are shared by eight lanes: four do not hold them."""
-    assert pick(routes.ATTEND, 128, 33, replace(GPU, subgroup=4)).kernel == "attend_tile"
-    assert pick(routes.ATTEND, 256, 33, replace(GPU, subgroup=4)).kernel == "attend"
+    """Rows of a head of 128 are shared by eight lanes: four do not hold them."""
+    assert pick(routes.ATTEND, 64, 33, replace(GPU, subgroup=4)).kernel == "attend_tile"
+    assert pick(routes.ATTEND, 128, 33, replace(GPU, subgroup=4)).kernel == "attend"
+
+
+def test_int8_attention_needs_a_key_in_a_subgroup():
+    able = replace(GPU, f16=True)
+    assert [routes.rough_tile(d, able) for d in (32, 64, 96, 128, 256)] == [True, True, False, True, True]
+    assert not routes.rough_tile(128, replace(able, subgroup=8)) and not routes.rough_tile(64, GPU)
+
+
+@pytest.mark.parametrize("m", [1, 2, 16, 17, 32, 33, 100, 256, 300, 512])
+def test_a_plan_holds_its_tokens(m):
+    assert m <= routes.width(m, 512) <= 512
+
+
+@pytest.mark.parametrize("n", [16384, 2048, 960, 64])
+def test_small_matrices_get_small_tiles(n):
+    """512 tokens fill a large GPU with tiles of 64 x 64 or smaller ones; 32 tokens take smaller ones still."""
+    for m in (512, 32):
+        shape = Linear(m, n, 2048, 32, "q4", "i8")
+        route = pick(routes.LINEAR, shape, GPU)
+        x, y, _ = route.grid(shape, route.consts, GPU, m, 0)
+        least = min(-(-m // 32) * -(-n // 16), 96)  # what the smallest tile would make
+        assert route.kernel == "linear_gemm_i8" and x * y >= least
+
+
+@EVERY_CAPS
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("group", [1, 8, 32, 33, 64, 65, 128])
+def test_attention_of_heads_that_share_a_key(caps, group, head_dim):
+    """Each of them has a subgroup of attend_split, and at least one row of attend_tile."""
+    table = routes.attention(group, caps)
+    assert pick(table, head_dim, 1, caps).kernel != "attend_split" or group * caps.subgroup <= caps.invocations
+    tile = pick(table, head_dim, 33, caps)
+    if tile.kernel == "attend_tile":
+        assert tile.grid((group, 1, head_dim), shaders.constants(tile.kernel), caps, 33, 0)[1] <= 33
+    else:
+        assert group > 32 or not caps.subgroup
 
 
 @EVERY_CAPS
@@ -145,7 +194,10 @@ def rows_made(route: routes.Route, own: dict[str, int]) -> int:
 def test_linear_grids_cover_every_row_and_token(route):
     own = shaders.constants(route.kernel) | route.consts
     for n, m in product((1, 2, 63, 64, 65, 4097, 128256, 4_000_000), (1, 2, 64, 65, 512)):
-        x, y, z = route.grid(Linear(m, n, 4096, 32, "q4"), own, GPU, m, 0)
+        shape = Linear(m, n, 4096, 32, "q4", "i8" if route.kernel == "linear_gemm_i8" else "f32")
+        if route.kernel == "linear_gemm_i8" and pick(routes.LINEAR, shape, GPU) is not route:
+            continue  # small tiles are for small matrices
+        x, y, z = route.grid(shape, own, GPU, m, 0)
         assert max(x, y, z) <= 65535
         if route.grid is routes.tiles:
             assert x * own["TILE_N"] >= n and y * own["TILE_M"] >= m and z == 1
@@ -158,7 +210,8 @@ def test_linear_grids_cover_every_row_and_token(route):
 @pytest.mark.parametrize("table", ["LINEAR", "NORM", "NORM_I8", "ATTEND", "EMBED", "TO_I8", "SILU_MUL"])
 def test_rows_name_real_kernels_and_constants(table):
     for route in getattr(routes, table):
-        assert set(route.consts) <= set(shaders.constants(route.kernel)), route.kernel
+        known = shaders.constants(route.kernel) | shaders.constants("out_swiglu_i8")
+        assert set(route.consts) <= set(known), route.kernel
         assert route.needs
 
 
@@ -166,7 +219,9 @@ def test_rows_name_real_kernels_and_constants(table):
 def test_splits(kv_heads):
     """More positions are never cut into fewer parts, nor into more than there is room for."""
     splits = [routes.splits(routes.reach(n), kv_heads) for n in (1, 2, 64, 100, 256, 385, 1000, 8192, 131072)]
-    assert splits == sorted(splits) and splits[0] == 1 and splits[-1] <= routes.MOST_SPLITS
+    assert splits == sorted(splits) and splits[-1] <= routes.MOST_SPLITS
+    few = [routes.splits(routes.reach(n), kv_heads, 16) * 16 for n in (1, 100, 8192)]
+    assert all(count <= max(16, routes.MOST_SPLITS) for count in few)  # the same buffer holds them
 
 
 def test_the_tables_need_no_gpu():

@@ -144,9 +144,9 @@ def test_linear_of_a_normalised_token(any_gpu, k):
     matrix, w = matrix_of(gpu, packed("q4", 32, True, 40, k, rng))
     x, weight = rng.standard_normal((2, 1, k)).astype(np.float32)
     y = gpu.zeros(160, "y")
-    out = Out("image_store", {"y": y}, {"WIDTH": 40, "NORM": True, "EPS": 0.5})
-    norm, step = image(gpu, weight), step_of(gpu, 1)
-    run(gpu, ops.linear(gpu, image(gpu, x), matrix, 1, out, step, table=routes.LINEAR_IMAGE, norm=norm), 1)
+    out = Out("image_store", {"y": y}, {"WIDTH": 40})
+    made, step = ops.Made({"norm": image(gpu, weight)}, {"NORM": True, "EPS": 0.5}), step_of(gpu, 1)
+    run(gpu, ops.linear(gpu, image(gpu, x), matrix, 1, out, step, table=routes.LINEAR_IMAGE, made=made), 1)
     normed = x / np.sqrt((x.astype(np.float64) ** 2).mean() + 0.5) * weight
     assert_close(gpu.read(y, np.float32, 40), (normed @ w.T)[0], *F32, "normalised")
 

@@ -1,4 +1,4 @@
-// Joins the splits of attend_split: y[HEADS, HEAD_DIM] = sum of partial sums / sum of totals, each scaled to the common
+// Joins the splits of attend_split: y[m, HEADS, HEAD_DIM] = sum of partial sums / sum of totals, each scaled to the common
 // top; as int8 records with I8. One workgroup per 32 dimensions, an invocation per 4 dimensions and several splits.
 // Parts: record. Needs HEAD_DIM % 32 == 0.
 const HEAD_DIM: u32 = 64u;
@@ -6,8 +6,8 @@ const SPLITS: u32 = 2u;
 const I8: bool = false;
 const WORKGROUP: u32 = 64u;
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;
-@group(0) @binding(3) var<storage, read> stats: array<vec2<f32>>;  // [HEADS, SPLITS] (top, total)
-@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;      // [HEADS, SPLITS, HEAD_DIM]
+@group(0) @binding(3) var<storage, read> stats: array<vec2<f32>>;  // [m * HEADS, SPLITS] (top, total)
+@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;      // [m * HEADS, SPLITS, HEAD_DIM]
 var<workgroup> sums: array<vec4<f32>, WORKGROUP>;
 var<workgroup> totals: array<f32, WORKGROUP>;
 @compute @workgroup_size(WORKGROUP)

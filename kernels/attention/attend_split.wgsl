@@ -1,10 +1,10 @@
-// Attention of one token over a long cache. A workgroup takes one kv head and one of the splits of the context; its
-// subgroups are (query head of the group) x STRANDS, so K and V come from memory once for all heads that share them.
-// Within a subgroup TEAM lanes own a position and read its key and value along head_dim, 16 bytes each; every team keeps
-// its own online softmax, so the loop has no barrier; they are joined at the end, through little workgroup memory (more
-// makes the GPU rearrange its caches between kernels, 1 to 3 us a time on an H200).
+// Attention of one token, or a few, over a long cache. A workgroup takes one kv head and one of the splits of a token's
+// context; its subgroups are (query head of the group) x STRANDS, so K and V come from memory once for all heads that
+// share them. Within a subgroup TEAM lanes own a position and read its key and value along head_dim, 16 bytes each; every
+// team keeps its own online softmax, so the loop has no barrier; they are joined at the end, through little workgroup
+// memory (more makes the GPU rearrange its caches between kernels, 1 to 3 us a time on an H200).
 // One split: writes the heads (as int8 records with I8). Several: writes (sum, top, total) for attend_merge.
-// Parts: half, kv8, record. Needs m == 1, HEAD_DIM % (8 * TEAM) == 0, SUBGROUP % TEAM == 0.
+// Parts: half, kv8, record. Needs HEAD_DIM % (8 * TEAM) == 0, SUBGROUP % TEAM == 0.
 struct Step { pos: u32, m: u32, capacity: u32, count: u32 }  // first position, tokens, positions a head's cache holds, tokens picked
 const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;
@@ -19,9 +19,9 @@ const GROUP_HEADS: u32 = HEADS / KV_HEADS;
 const WORKGROUP: u32 = GROUP_HEADS * STRANDS * SUBGROUP;
 const OCTS: u32 = HEAD_DIM / 8u / TEAM;          // runs of 8 dimensions that a lane owns: run lane + TEAM * i
 const STRIDE: u32 = STRANDS * SUBGROUP / TEAM;  // positions in flight per head
-@group(0) @binding(0) var<storage, read_write> y: array<u32>;              // [HEADS, HEAD_DIM] f32 or records; or partial sums
-@group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;    // [HEADS, splits] (top, total), several splits only
-@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;              // q [HEADS, HEAD_DIM]
+@group(0) @binding(0) var<storage, read_write> y: array<u32>;              // [m, HEADS, HEAD_DIM] f32 or records; or partial sums
+@group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;    // [m, HEADS, splits] (top, total), several splits only
+@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;              // q [m, HEADS, HEAD_DIM]
 @group(0) @binding(8) var<uniform> step: Step;
 const HALF: u32 = max(STRANDS / 2u, 1u);
 var<workgroup> half_top: array<f32, GROUP_HEADS * HALF>;
@@ -37,9 +37,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         @builtin(local_invocation_index) index: u32) {
   let subgroup = index / SUBGROUP;
   let local_head = subgroup / STRANDS;
-  let head = group.x * GROUP_HEADS + local_head;
+  let head = group.z * HEADS + group.x * GROUP_HEADS + local_head;  // of all tokens' heads
   let lane = index % TEAM;
-  let end = step.pos + 1u;
+  let end = step.pos + group.z + 1u;
   let begin = select(0u, end - min(WINDOW, end), WINDOW > 0u);
   let share = (end - begin + groups.y - 1u) / groups.y;
   let last = min(begin + (group.y + 1u) * share, end);

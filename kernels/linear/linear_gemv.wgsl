@@ -52,5 +52,5 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     s3 = sum_lanes(s3, index); sum = select(sum, s3, lane == 3u);
   }
   if (lane < PAIRS) { emit(0u, row + 2u * lane, sum); }  // lane i brings pair i out
-  finish(group0, index);
+  finish(group0, 0u, index);
 }

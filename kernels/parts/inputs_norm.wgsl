@@ -8,15 +8,23 @@ struct Inputs { even: vec4<u32>, odd: vec4<u32>, scale: vec4<f32> }
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;
 @group(0) @binding(9) var<storage, read> norm: array<vec4<f32>>;
 var<workgroup> records: array<u32, 12u * K / 32u>;
+const ROUNDS_IN: u32 = (K / 8u + WORKGROUP - 1u) / WORKGROUP;  // of eight values for each invocation
 fn prepare(index: u32) {
+  var v: array<mat2x4<f32>, ROUNDS_IN>;
+  var w: array<mat2x4<f32>, ROUNDS_IN>;  // loaded with x, not after the sum: both wait for memory once
   var sum = 0.0;
-  for (var i = index; i < K / 4u; i += WORKGROUP) { let v = x[i]; sum += dot(v, v); }
+  for (var r = 0u; r < ROUNDS_IN; r++) {
+    let i = 2u * min(index + r * WORKGROUP, K / 8u - 1u);
+    v[r] = mat2x4<f32>(x[i], x[i + 1u]);
+    w[r] = mat2x4<f32>(norm[i], norm[i + 1u]);
+    if (index + r * WORKGROUP < K / 8u) { sum += dot(v[r][0], v[r][0]) + dot(v[r][1], v[r][1]); }
+  }
   let scale = inverseSqrt(sum_workgroup(sum, index) / f32(K) + EPS);
-  for (var u = 0u; u < K / 8u; u += WORKGROUP) {  // eight values each; the same rounds for all
-    let i = min(u + index, K / 8u - 1u);
-    let r = make_record(x[2u * i] * scale * norm[2u * i], x[2u * i + 1u] * scale * norm[2u * i + 1u], index);
+  for (var r = 0u; r < ROUNDS_IN; r++) {
+    let i = index + r * WORKGROUP;
+    let made = make_record(v[r][0] * scale * w[r][0], v[r][1] * scale * w[r][1], index);
     let at = 12u * (i / 4u) + index % 4u;
-    if (u + index < K / 8u) { records[at] = r.even; records[at + 4u] = r.odd; records[at + 8u] = r.scale; }
+    if (i < K / 8u) { records[at] = made.even; records[at + 4u] = made.odd; records[at + 8u] = made.scale; }
   }
   workgroupBarrier();
 }

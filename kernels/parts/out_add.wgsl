@@ -21,4 +21,4 @@ fn emit(token: u32, row: u32, v: vec2<f32>) {
   if (row < N) { y[i] = old.x + v.x; }
   if (row + 1u < N) { y[i + 1u] = old.y + v.y; }
 }
-fn finish(group: u32, index: u32) {}
+fn finish(group: u32, token0: u32, index: u32) {}

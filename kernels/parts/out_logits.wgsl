@@ -18,7 +18,7 @@ fn emit(token: u32, row: u32, v: vec2<f32>) {
   if (row < N) { y[ROW0 + row] = v.x; if (v.x > top) { top = v.x; place = ROW0 + row; } }
   if (row + 1u < N) { y[ROW0 + row + 1u] = v.y; if (v.y > top) { top = v.y; place = ROW0 + row + 1u; } }
 }
-fn finish(group: u32, index: u32) {
+fn finish(group: u32, token0: u32, index: u32) {
   if (index % LANES < PAIRS) {
     tops[index / LANES * PAIRS + index % LANES] = top;
     places[index / LANES * PAIRS + index % LANES] = place;

@@ -49,4 +49,4 @@ fn emit(token: u32, part_row: u32, v: vec2<f32>) {
     else { v_cache[i] = pack_halves(o); }
   }
 }
-fn finish(group: u32, index: u32) {}
+fn finish(group: u32, token0: u32, index: u32) {}

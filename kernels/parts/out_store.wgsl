@@ -13,4 +13,4 @@ fn emit(token: u32, row: u32, v: vec2<f32>) {
   if (row < N) { y[i] = v.x + b.x; }
   if (row + 1u < N) { y[i + 1u] = v.y + b.y; }
 }
-fn finish(group: u32, index: u32) {}
+fn finish(group: u32, token0: u32, index: u32) {}

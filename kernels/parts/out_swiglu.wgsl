@@ -12,4 +12,4 @@ fn emit(token: u32, row: u32, v: vec2<f32>) {
   if (BIAS) { gu += vec2<f32>(bias[ROW0 + row], bias[ROW0 + row + 1u]); }
   y[(token * WIDTH + ROW0 + row) / 2u] = gu.x / (1.0 + exp(-gu.x)) * gu.y;
 }
-fn finish(group: u32, index: u32) {}
+fn finish(group: u32, token0: u32, index: u32) {}

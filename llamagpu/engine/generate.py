@@ -9,6 +9,7 @@ from typing import Any
 
 import wgpu
 
+from llamagpu.engine import prompt_cache
 from llamagpu.engine.llama import CHUNK, Transformer
 from llamagpu.engine.memory import MemoryPlan, plan_memory
 from llamagpu.engine.sampler import Sampling, make_sampler, need_finite
@@ -37,7 +38,7 @@ class Token:
 @dataclass(slots=True)
 class Timings:
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, taken over from the call before
+    cached_tokens: int = 0  # of the prompt, taken over from the call before or a file
     prefill_s: float = 0.0
     first_token_s: float = 0.0  # from the call to the first token
     tokens: int = 0
@@ -60,10 +61,11 @@ class LoadTimes:
     device_s: float = 0.0
     weights_s: float = 0.0  # repack and upload
     compile_s: float = 0.0  # first plans
+    prompt_s: float = 0.0  # `load_prompt`
 
     @property
     def total_s(self) -> float:
-        return self.open_s + self.device_s + self.weights_s + self.compile_s
+        return self.open_s + self.device_s + self.weights_s + self.compile_s + self.prompt_s
 
 
 class Llama:
@@ -95,7 +97,7 @@ class Llama:
             self.limit = context_limit(self.config, context)
             times.open_s, started = lap(started)
             self.gpu = device if isinstance(device, Gpu) else undo.enter_context(closing(Gpu.open(device)))
-            fast = use_fast(self.gpu, precision)
+            self.fast = fast = use_fast(self.gpu, precision)
             times.device_s, started = lap(started)
             self.chunk = min(chunk, self.limit)
             tiles_do = suits_tiles(self.config, self.file.tensors, self.gpu)
@@ -135,7 +137,7 @@ class Llama:
 
     def plan_memory(self, context: int) -> MemoryPlan:
         c, tensors = self.config, self.file.tensors
-        return plan_memory(c, tensors, self.gpu, context, self.chunk, self.kv_f32, self.tiled)
+        return plan_memory(c, tensors, self.gpu, context, self.chunk, self.kv_f32, self.tiled, self.fast)
 
     def chat(self, messages: Sequence[Message]) -> str:
         """The prompt text for a conversation, by the model's own chat template."""
@@ -182,6 +184,22 @@ class Llama:
         self.plan_memory(max(wanted, self.memory.context)).check(self.gpu)
         stops = tuple(s for s in stop if s)
         return Generation(self, ids, max_tokens, sampling or Sampling(), stops, ignore_eos, progress)
+
+    def save_prompt(
+        self, path: str | Path, tokens: int | None = None, progress: Progress | None = None
+    ) -> None:
+        """What has been read, or the first `tokens` of it, into a file for `load_prompt`."""
+        with loss_named():
+            prompt_cache.save(self, Path(path), tokens, progress)
+
+    def load_prompt(self, path: str | Path, progress: Progress | None = None) -> int:
+        """As if what the file holds had just been read; how many tokens that is. The next prompt is read from where
+        it differs. A file that is damaged, or of another model or other settings, is refused."""
+        started = time.perf_counter()
+        with loss_named():
+            tokens = prompt_cache.load(self, Path(path), progress)
+        self.load_times.prompt_s, _ = lap(started)
+        return tokens
 
 
 @contextmanager

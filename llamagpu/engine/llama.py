@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ Progress = Callable[[int, int], None]
 class Transformer:
     """One sequence: `history` are the ids whose keys and values are in the cache."""
 
-    on_images = False
+    layout = "buffers"  # of the cache
 
     def __init__(
         self,
@@ -50,6 +51,8 @@ class Transformer:
         self.fast = fast and suits_i8(config, weights, gpu, 1)
         self.fast_many = fast and suits_i8(config, weights, gpu, CHUNK)
         self.joins_norm = routes.norm_in_linear(config.dim, gpu.caps)
+        # attention of many tokens in int8 and f16; biases can make keys so large that int8 does not tell them apart
+        self.rough = self.fast_many and all(layer.qkv.bias is None for layer in weights.layers)
         self.limit = limit or context  # the cache starts with room for `context` positions and grows to this
         self.chunk = min(chunk, self.limit)
         self.recorder = Recorder(gpu)
@@ -104,18 +107,16 @@ class Transformer:
                 f"use -c {most} or less, or an f16 cache (-ctk f16 -ctv f16)",
             )
         caches = [(gpu.zeros(size, f"k_cache {i}"), gpu.zeros(size, f"v_cache {i}")) for i in range(c.layers)]
+        rope = gpu.upload(rope_table(c, self.freq_factors, capacity), "rope")
         if old:
             self.copy_caches(caches, old, capacity)
-            gpu.free(*(b for pair in self.caches for b in pair), self.rope)
-        self.caches = caches
-        self.rope = gpu.upload(
-            rope_table(c, self.freq_factors, capacity), "rope"
-        )  # [capacity, rope_dims/2] (cos, sin)
-        self.capacity = capacity
-        self.plans.clear()
+        freed = [*(b for pair in self.caches for b in pair), self.rope] if old else []
+        self.plans.clear()  # and then all at once: a Ctrl-C finds the old cache or the new one, whole
+        self.caches, self.rope, self.capacity = caches, rope, capacity
+        gpu.free(*freed)
 
     def check_most(self, context: int) -> None:
-        most = routes.most_positions(self.config.head_dim, self.gpu.caps, self.on_images)
+        most = routes.most_positions(self.config.head_dim, self.gpu.caps, self.layout == "images")
         if most and context > most:
             cause = f"a context of {context} is more than a CPU adapter can do with this model"
             raise DoesNotFit(cause, f"use -c {most} or less")
@@ -134,6 +135,38 @@ class Transformer:
                         source, head * old * row, target, head * new * row, old * row
                     )
         self.gpu.device.queue.submit([encoder.finish()])
+
+    # The cache, out of the device and back
+
+    @property
+    def position_bytes(self) -> int:
+        c = self.config
+        return 2 * c.layers * c.kv_heads * c.head_dim * self.kv_bytes
+
+    @property
+    def cache_kind(self) -> dict[str, str]:
+        """What the bytes in the cache depend on besides the model and the ids."""
+        precision = "fast" if self.fast and self.fast_many else "mixed" if self.fast or self.fast_many else "high"
+        return {"cache type": "f32" if self.kv_f32 else "f16", "precision": precision, "layout": self.layout}
+
+    def read_cache(self, count: int) -> Iterator[np.ndarray[Any, Any]]:
+        """The bytes of the first `count` positions, a head of a layer at a time."""
+        row = self.config.head_dim * self.kv_bytes
+        for buffer, offset in self.cache_heads():
+            yield self.gpu.read(buffer, np.uint8, count * row, offset)
+
+    def write_cache(self, count: int, take: Callable[[int], np.ndarray[Any, Any]]) -> None:
+        """The way back: `take(n)` gives the next n of the bytes that `read_cache` gave."""
+        row = self.config.head_dim * self.kv_bytes
+        for buffer, offset in self.cache_heads():
+            self.gpu.write(buffer, take(count * row), offset)
+
+    def cache_heads(self) -> Iterator[tuple[Any, int]]:
+        """Where each head's positions begin: buffer, offset."""
+        stride = self.capacity * self.config.head_dim * self.kv_bytes
+        for buffer in chain.from_iterable(self.caches):
+            for head in range(self.config.kv_heads):
+                yield buffer, head * stride
 
     # Plans
 
@@ -163,13 +196,11 @@ class Transformer:
         return dispatches
 
     def block(self, layer: Layer, k_cache: Any, v_cache: Any, m: int, reach: int) -> list[Dispatch]:
-        c, gpu, step, inputs = self.config, self.gpu, self.step, self.inputs(m)
-        h = self.normed(m)  # normalised, then attended
+        c = self.config
         to_qkv = ops.qkv(c, layer.qkv, self.q, k_cache, v_cache, self.rope, self.kv_f32)
         return [
             *self.norm_linear(layer.attn_norm, layer.qkv, m, to_qkv),
-            *self.attend(k_cache, v_cache, m, reach),
-            *ops.linear(gpu, h, layer.attn_output, m, ops.add(self.x, layer.attn_output), step, inputs),
+            *self.attend_linear(layer.attn_output, k_cache, v_cache, m, reach),
             *self.feed_forward(layer, m),
         ]
 
@@ -177,7 +208,8 @@ class Transformer:
         """The linear of the normalised residual stream: one dispatch where its kernel can normalise, else two."""
         c, gpu, step, inputs = self.config, self.gpu, self.step, self.inputs(m)
         if inputs == "i8" and m == 1 and self.joins_norm:
-            return ops.linear(gpu, self.x, matrix, m, out, step, "norm", norm=norm, eps=c.norm_eps)
+            made = ops.Made({"norm": norm}, {"EPS": c.norm_eps})
+            return ops.linear(gpu, self.x, matrix, m, out, step, "norm", made=made)
         return [self.norm(norm, m), *ops.linear(gpu, self.normed(m), matrix, m, out, step, inputs)]
 
     def norm(self, weight: Any, m: int, last: bool = False) -> Dispatch:
@@ -185,35 +217,37 @@ class Transformer:
         c = self.config
         return ops.rms_norm(self.gpu, self.x, weight, self.normed(m), c.dim, c.norm_eps, m, self.step, last, table)
 
-    def attend(self, k_cache: Any, v_cache: Any, m: int, reach: int) -> list[Dispatch]:
-        c, gpu, step, i8 = self.config, self.gpu, self.step, self.inputs(m) == "i8"
-        split = self.attention(m) == "attend_split"
-        splits = routes.splits(reach, c.kv_heads) if split else 1
-        out = self.partial if splits > 1 else self.h_i8 if split and i8 else self.h
+    def attend_linear(self, matrix: Matrix, k_cache: Any, v_cache: Any, m: int, reach: int) -> list[Dispatch]:
+        """Attention and the linear that takes it back to the residual stream. Of a split context the parts are joined
+        by the linear's kernel where that is cheap, else by a dispatch between them."""
+        c, gpu, step, inputs = self.config, self.gpu, self.step, self.inputs(m)
+        i8, width, h = inputs == "i8", c.heads * c.head_dim, self.normed(m)
+        kernel, out = self.attention(m), ops.add(self.x, matrix)
+        splits = routes.splits(reach, c.kv_heads, m) if kernel == "attend_split" else 1
+        records = i8 and kernel in ("attend_split", "attend_tile")  # made by the kernel itself
         found = ops.attend(
-            gpu, c, self.q, k_cache, v_cache, out, m, step, self.kv_f32,
-            i8=i8, splits=splits, stats=self.stats, reach=reach,
+            gpu, c, self.q, k_cache, v_cache, self.partial if splits > 1 else h if records else self.h, m, step,
+            self.kv_f32, i8=i8, splits=splits, stats=self.stats, reach=reach, rough=self.rough,
         )  # fmt: skip
+        if splits > 1 and i8 and m == 1 and routes.merge_in_linear(width, splits):
+            made = ops.Made({"stats": self.stats}, {"HEAD_DIM": c.head_dim, "SPLITS": splits})
+            return [found, *ops.linear(gpu, self.partial, matrix, m, out, step, "merge", made=made)]
+        between = []
         if splits > 1:
-            return [found, ops.attend_merge(gpu, c, self.partial, self.stats, self.normed(m), splits, i8)]
-        if i8 and not split:
-            return [found, ops.to_i8(gpu, self.h, self.h_i8, c.heads * c.head_dim, m, step)]
-        return [found]
+            between = [ops.attend_merge(gpu, c, self.partial, self.stats, h, splits, i8, m)]
+        elif i8 and not records:
+            between = [ops.to_i8(gpu, self.h, h, width, m, step)]
+        return [found, *between, *ops.linear(gpu, h, matrix, m, out, step, inputs)]
 
     def feed_forward(self, layer: Layer, m: int) -> list[Dispatch]:
-        c, gpu, step, inputs = self.config, self.gpu, self.step, self.inputs(m)
-        down = layer.ffn_down
-        if inputs == "i8" and m == 1:
+        gpu, step, inputs = self.gpu, self.step, self.inputs(m)
+        down, act = layer.ffn_down, self.act_i8 if inputs == "i8" else self.act
+        if len(layer.gate_up) == 1:
             joined = layer.gate_up[0]
-            hidden = self.norm_linear(layer.ffn_norm, joined, m, ops.swiglu_i8(self.act_i8, joined))
-        elif len(layer.gate_up) == 1:
-            joined = layer.gate_up[0]
-            hidden = self.norm_linear(layer.ffn_norm, joined, m, ops.swiglu(self.act, joined))
+            out = ops.swiglu_i8(act, joined) if inputs == "i8" else ops.swiglu(act, joined)
+            hidden = self.norm_linear(layer.ffn_norm, joined, m, out)
         else:
             hidden = self.gate_and_up(layer, m)
-        if inputs == "i8" and m > 1:
-            hidden.append(ops.to_i8(gpu, self.act, self.act_i8, c.ffn_dim, m, step))
-        act = self.act_i8 if inputs == "i8" else self.act
         return [*hidden, *ops.linear(gpu, act, down, m, ops.add(self.x, down), step, inputs)]
 
     def gate_and_up(self, layer: Layer, m: int) -> list[Dispatch]:
@@ -415,5 +449,4 @@ def suits_i8(config: LlamaConfig, weights: Weights, gpu: Gpu, m: int) -> bool:
 
     joined = all(len(layer.gate_up) == 1 for layer in weights.layers)
     matrices = [x for layer in weights.layers for x in (layer.qkv, layer.attn_output, layer.ffn_down)]
-    hidden = "out_swiglu_i8" if m == 1 else "out_swiglu"
-    return joined and all(map(runs, matrices)) and all(runs(x.gate_up[0], hidden) for x in weights.layers)
+    return joined and all(map(runs, matrices)) and all(runs(x.gate_up[0], "out_swiglu_i8") for x in weights.layers)

@@ -9,6 +9,7 @@ import numpy as np
 from llamagpu.errors import DoesNotFit, LlamaGpuError
 from llamagpu.files.config import LlamaConfig
 from llamagpu.files.gguf_file import RawTensor
+from llamagpu.files.packed_file import PackedTensors
 from llamagpu.files.repack import FORMATS, row_bytes
 from llamagpu.gpu import routes
 from llamagpu.gpu.device import Gpu
@@ -76,7 +77,7 @@ def available_host_bytes() -> int:
 
 def plan_memory(
     config: LlamaConfig, tensors: dict[str, RawTensor], gpu: Gpu, context: int, chunk: int, kv_f32: bool,
-    tiled: bool = False,
+    tiled: bool = False, fast: bool = False,
 ) -> MemoryPlan:  # fmt: skip
     c, heads = config, config.heads * config.head_dim
     cache_layer = c.kv_heads * -(-context // 4) * 4 * c.head_dim * (4 if kv_f32 else 2)
@@ -86,7 +87,8 @@ def plan_memory(
     once = c.vocab * 2 + context * c.rope_dims + heads * routes.MOST_SPLITS  # logits, choices, rope, partial
     scratch = min(chunk, context) * row + 4 * once
     cache = 2 * c.layers * cache_layer
-    weights = sum(tile_bytes(t) if tiled else tensor_bytes(t, gpu.caps.half) for t in tensors.values())
+    six = not gpu.caps.cpu and not isinstance(tensors, PackedTensors)
+    weights = sum(tile_bytes(t) if tiled else tensor_bytes(t, gpu.caps.half, fast, six) for t in tensors.values())
     return MemoryPlan(weights, cache, scratch, context, cache // context + 4 * c.rope_dims, cache_layer)
 
 
@@ -98,10 +100,14 @@ def tile_bytes(tensor: RawTensor) -> int:
     return n * (row_bytes(tensor.kind, k)[0] + k // form.group * 8)
 
 
-def tensor_bytes(tensor: RawTensor, half: bool) -> int:
-    """Without `half` the device keeps f16 scales as f32."""
+def tensor_bytes(tensor: RawTensor, half: bool, fast: bool, six: bool) -> int:
+    """As load_weights stores it: scales as f16 where the device converts it, and they are f16 or `fast` rounds them;
+    with `six`, Q6_K in 6 bits."""
     if len(tensor.shape) < 2:
         return 4 * tensor.shape[0]
-    words, scales = row_bytes(tensor.kind, tensor.shape[1])
-    widened = tensor.kind in FORMATS and FORMATS[tensor.kind].dtype is np.float16 and not half
-    return tensor.shape[0] * (words + scales * (1 + widened))
+    (n, k), form = tensor.shape, FORMATS.get(tensor.kind)
+    words, scales = row_bytes(tensor.kind, k)
+    if form:
+        scales = k // form.group * form.width * (2 if half and (fast or form.dtype is np.float16) else 4)
+        words = 3 * k // 4 if six and form.form == "q8" and form.group == 16 and k % 64 == 0 else words
+    return n * (words + scales)

@@ -22,8 +22,16 @@ class Out:
     consts: dict[str, Const] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a linear needs to make its own inputs: see the parts inputs_norm and inputs_merge."""
+
+    buffers: dict[str, Any]
+    consts: dict[str, Const]
+
+
 def parts_of(
-    gpu: Gpu, route: Route, form: str = "", inputs: str = "f32", out: str = "", kv: str = ""
+    gpu: Gpu, route: Route, form: str = "", inputs: str = "f32", out: str = "", kv: str = "", score: str = "f32"
 ) -> tuple[str, ...]:
     """A route's parts by file name."""
     names = ["half_native" if gpu.caps.half else "half_bits"]
@@ -38,7 +46,7 @@ def parts_of(
         elif role == "dot":
             halves = "dot_f16" if arithmetic == "f32" else "dot_f16_i8"
             dot = [halves] if form == "f16" else [f"planes_{form}", f"dot_{arithmetic}"]
-            names += [*scales, f"inputs_{inputs}", *dot] + [record] * (inputs == "norm")
+            names += [*scales, f"inputs_{inputs}", *dot] + [record] * (inputs in routes.MADE)
         elif role == "reduce":
             names.append("reduce_subgroup" if subgroups_fit(gpu, route) else "reduce_tree")
         elif role == "out":
@@ -49,15 +57,16 @@ def parts_of(
             names.append(form)
         elif role == "spread":
             names.append("spread_subgroup" if gpu.caps.subgroup == routes.vector(gpu.caps) else "spread_plain")
+        elif role == "score":
+            names.insert(0, f"score_{score}")  # it may enable f16, which stands before everything
         else:
             names.append(f"{role}_{kv}" if role in ("kv", "kv8") else role)
     return tuple(dict.fromkeys(names))
 
 
 def subgroups_fit(gpu: Gpu, route: Route) -> bool:
-    size = gpu.caps.subgroup
-    own = settings(gpu, route)
-    return size > 0 and own.get("LANES", own["WORKGROUP"]) % size == 0
+    size, own = gpu.caps.subgroup, settings(gpu, route)
+    return size >= own.get("TOKENS", 1) * own.get("PAIRS", 1) and own.get("LANES", own["WORKGROUP"]) % size == 0
 
 
 def settings(gpu: Gpu, route: Route) -> dict[str, int]:
@@ -87,11 +96,11 @@ def at(gpu: Gpu, route: Route, shape: Any, m: int) -> Any:
 
 def linear(
     gpu: Gpu, x: Any, matrix: Matrix, m: int, out: Out, step: Any, inputs: str = "f32",
-    table: tuple[Route, ...] = routes.LINEAR, norm: Any = None, eps: float = 0.0,
+    table: tuple[Route, ...] = routes.LINEAR, made: Made | None = None,
 ) -> list[Dispatch]:  # fmt: skip
     """y = x @ W^T into `out`, part by part. `m` is the most tokens the plan takes.
 
-    With inputs "norm" the kernel first normalises x with the weights `norm`."""
+    With inputs "norm" or "merge" the kernel first makes its inputs from x and what is in `made`."""
     dispatches: list[Dispatch] = []
     candidates = 0
     for part in matrix.parts:
@@ -101,9 +110,11 @@ def linear(
         if out.part == "out_logits":
             consts["BEST0"] = candidates
             candidates += workgroups(gpu, route, shape)
-        if inputs == "norm":
-            consts["EPS"] = eps
-        buffers = part.buffers | out.buffers | {"x": x, "bias": matrix.bias or step, "step": step, "norm": norm or x}
+        # bias and norm are bound where they are not read, too
+        buffers = part.buffers | out.buffers | {"x": x, "bias": matrix.bias or step, "step": step, "norm": x}
+        if made:
+            consts |= made.consts
+            buffers |= made.buffers
         parts = parts_of(gpu, route, part.form, inputs, out.part)
         dispatches.append(gpu.dispatch(route.kernel, parts, consts, buffers, at(gpu, route, shape, m)))
     return dispatches
@@ -130,7 +141,7 @@ def swiglu(y: Any, matrix: Matrix) -> Out:
 
 
 def swiglu_i8(y: Any, matrix: Matrix) -> Out:
-    return Out("out_swiglu_i8", {"y": y}, {"BIAS": matrix.bias is not None})
+    return rows_out("out_swiglu_i8", y, matrix)
 
 
 def qkv(config: LlamaConfig, matrix: Matrix, q: Any, k_cache: Any, v_cache: Any, rope: Any, kv_f32: bool) -> Out:
@@ -188,9 +199,10 @@ def rms_norm(
 def attend(
     gpu: Gpu, config: LlamaConfig, q: Any, k_cache: Any, v_cache: Any, y: Any, m: int, step: Any,
     kv_f32: bool, table: tuple[Route, ...] | None = None, i8: bool = False, splits: int = 1, stats: Any = None,
-    reach: int = 1,
+    reach: int = 1, rough: bool = False,
 ) -> Dispatch:  # fmt: skip
-    """Attention of m tokens; the split kernel may leave `splits` partial results for attend_merge."""
+    """Attention of m tokens; the split kernel may leave `splits` partial results for attend_merge. With `rough`
+    the kernel for many tokens multiplies in int8 and f16 where it can."""
     table = table or routes.attention(config.heads // config.kv_heads, gpu.caps)
     route = routes.pick(table, config.head_dim, m, gpu.caps)
     consts: dict[str, Const] = {
@@ -200,17 +212,21 @@ def attend(
         "WINDOW": config.sliding_window,
         "SCALE": config.attn_scale,
     }
-    grid = at(gpu, route, config.heads, m)
+    buffers = {"x": q, "k_cache": k_cache, "v_cache": v_cache, "y": y, "step": step}
+    shape: Any = config.heads
+    rough = rough and routes.rough_tile(config.head_dim, gpu.caps)
     if route.kernel == "attend_tile":
-        consts |= {"SHARE": routes.tile_share(config.head_dim), "PLACES": routes.tile_places(config.head_dim, gpu.caps)}
-        grid = at(gpu, route, (config.heads, config.kv_heads, config.head_dim), m)
+        share = routes.tile_share(config.head_dim, rough)
+        consts |= {"SHARE": share, "PLACES": 32 if rough else 16, "I8": i8}
+        shape = config.heads, config.kv_heads, share
     if route.kernel == "attend_split":
         size = gpu.caps.subgroup
         strands = routes.strands(config.heads // config.kv_heads, reach, gpu.caps)
         consts |= {"SUBGROUP": size, "TEAM": min(8, size), "STRANDS": strands, "I8": i8}
-        grid = (config.kv_heads, splits, 1)
-    buffers = {"x": q, "k_cache": k_cache, "v_cache": v_cache, "y": y, "step": step, "stats": stats or q}
-    parts = parts_of(gpu, route, kv="f32" if kv_f32 else "f16")
+        buffers["stats"] = stats or gpu.zeros(m * config.heads * splits * 8, "stats")
+        shape = config.kv_heads, splits
+    parts = parts_of(gpu, route, kv="f32" if kv_f32 else "f16", score="i8" if rough else "f32")
+    grid = at(gpu, route, shape, m)
     return gpu.dispatch(route.kernel, parts, consts | tuning(gpu, route), buffers, grid)
 
 
@@ -232,12 +248,15 @@ def attend_image(
     return [over(routes.ATTEND_IMAGE, q, scored, {"SCALE": scale}), over(routes.VALUES_IMAGE, scored, y, {})]
 
 
-def attend_merge(gpu: Gpu, config: LlamaConfig, x: Any, stats: Any, y: Any, splits: int, i8: bool) -> Dispatch:
+def attend_merge(
+    gpu: Gpu, config: LlamaConfig, x: Any, stats: Any, y: Any, splits: int, i8: bool, m: int = 1
+) -> Dispatch:
     """The partial results of `splits` splits to the heads."""
     consts: dict[str, Const] = {"HEAD_DIM": config.head_dim, "SPLITS": splits, "I8": i8}
     blocks = config.heads * config.head_dim // 32
     record = "record_subgroup" if gpu.caps.subgroup >= 4 else "record_tree"
-    return gpu.dispatch("attend_merge", (record,), consts, {"x": x, "stats": stats, "y": y}, (blocks, 1, 1))
+    grid = (blocks, 1, 1) if m == 1 else lambda m, pos: (m * blocks, 1, 1)
+    return gpu.dispatch("attend_merge", (record,), consts, {"x": x, "stats": stats, "y": y}, grid)
 
 
 def to_i8(gpu: Gpu, x: Any, y: Any, width: int, m: int, step: Any) -> Dispatch:

@@ -4,7 +4,7 @@ There a lane gets 16 bytes from an image in 2 ns and from a buffer in 36 (Mesa 2
 read in a loop over the lanes, with a branch for each), so that kernels on buffers are ten times slower.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -83,7 +83,7 @@ def upload_tiles(gpu: Gpu, tiles: Iterable[Packed], label: str, bias: Bias = Non
 class TiledTransformer(Transformer):
     """The residual stream goes to and fro between two images: a kernel cannot read and write the same one."""
 
-    on_images = True
+    layout = "images"
     images: list[Any]  # per layer: a row per position, its keys and values
     scored: Any  # [heads, capacity] scores of one token
 
@@ -102,18 +102,17 @@ class TiledTransformer(Transformer):
         self.check_most(context)
         c, gpu, old = self.config, self.gpu, self.capacity
         capacity = -(-context // 4) * 4  # a texel of `scored` holds 4 positions
-        row = 2 * c.kv_heads * c.head_dim // 4
-        size = -(-capacity // FOLD) * row, min(capacity, FOLD)
+        size = -(-capacity // FOLD) * self.texels, min(capacity, FOLD)
         images = [gpu.image(*size, f"cache {i}") for i in range(c.layers)]
+        scored = gpu.image(min(capacity // 4, FOLD), -(-capacity // 4 // FOLD) * c.heads, "scored")
+        rope = gpu.upload(rope_table(c, self.freq_factors, capacity), "rope")  # [capacity, rope_dims/2, 2]
         if old:
             self.copy_images(self.images, images)
-            gpu.free(*self.images, self.rope, self.scored)
-        self.images = images
-        self.scored = gpu.image(min(capacity // 4, FOLD), -(-capacity // 4 // FOLD) * c.heads, "scored")
-        self.rope = gpu.upload(rope_table(c, self.freq_factors, capacity), "rope")  # [capacity, rope_dims/2, 2]
-        self.capacity = capacity
-        self.plans.clear()
+        freed = [*self.images, self.rope, self.scored] if old else []
+        self.plans.clear()  # and then all at once: a Ctrl-C finds the old cache or the new one, whole
         self.dispatches.clear()
+        self.images, self.scored, self.rope, self.capacity = images, scored, rope, capacity
+        gpu.free(*freed)
 
     def copy_images(self, before: list[Any], after: list[Any]) -> None:
         encoder = self.gpu.device.create_command_encoder()
@@ -121,6 +120,26 @@ class TiledTransformer(Transformer):
             size = (source.width, source.height, 1)
             encoder.copy_texture_to_texture({"texture": source}, {"texture": target}, size)
         self.gpu.device.queue.submit([encoder.finish()])
+
+    @property
+    def texels(self) -> int:
+        """Of one position: its keys and values."""
+        return 2 * self.config.kv_heads * self.config.head_dim // 4
+
+    def read_cache(self, count: int) -> Iterator[np.ndarray[Any, Any]]:
+        for image, x, rows in self.cache_columns(count):
+            yield self.gpu.read_image(image, x, self.texels, rows)
+
+    def write_cache(self, count: int, take: Callable[[int], np.ndarray[Any, Any]]) -> None:
+        for image, x, rows in self.cache_columns(count):
+            data = take(16 * self.texels * rows).view(np.uint32)
+            self.gpu.write_image(image, data.reshape(rows, self.texels, 4), x)
+
+    def cache_columns(self, count: int) -> Iterator[tuple[Any, int, int]]:
+        """Where the first `count` positions stand: image, first column, rows."""
+        for image in self.images:
+            for start in range(0, count, FOLD):
+                yield image, start // FOLD * self.texels, min(FOLD, count - start)
 
     # Plans
 
@@ -172,11 +191,9 @@ class TiledTransformer(Transformer):
         ]
 
     def linear(self, x: Any, matrix: Matrix, m: int, out: Out, norm: Any = None) -> list[Dispatch]:
-        consts: dict[str, Const] = {"BIAS": matrix.bias is not None}
-        if norm:
-            consts |= {"NORM": True, "EPS": self.config.norm_eps}
-        out = replace(out, consts=out.consts | consts)
-        return ops.linear(self.gpu, x, matrix, m, out, self.step, table=routes.LINEAR_IMAGE, norm=norm)
+        out = replace(out, consts=out.consts | {"BIAS": matrix.bias is not None})
+        made = ops.Made({"norm": norm}, {"NORM": True, "EPS": self.config.norm_eps}) if norm else None
+        return ops.linear(self.gpu, x, matrix, m, out, self.step, table=routes.LINEAR_IMAGE, made=made)
 
     def norm_linears(self, x: Any, norm: Any, pairs: list[tuple[Matrix, Out]], m: int) -> list[Dispatch]:
         """Linears of normalised x: the kernel for one token normalises itself, which is cheaper than a dispatch."""

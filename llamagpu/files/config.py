@@ -86,7 +86,7 @@ class LlamaConfig:
             yarn_beta_slow=keys.real("rope.scaling.yarn_beta_slow", 1e-3, 1e6, default=1.0),
             neox=arch == "qwen2",
             norm_eps=keys.real("attention.layer_norm_rms_epsilon", 1e-12, 1.0),
-            sliding_window=window,
+            sliding_window=window if window < context else 0,  # a longer one hides nothing
             tied="output.weight" not in tensors,
         )
 

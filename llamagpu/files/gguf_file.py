@@ -7,6 +7,7 @@ import mmap
 import re
 import stat
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,11 @@ class GgufFile:
             return header.metadata(), header.tensors()
         except struct.error:  # a fixed-size field ran over the end
             raise header.bad("the header is cut short") from None
+
+    def contents(self) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+        """What is in it: a description of every tensor, and its bytes."""
+        for t in self.tensors.values():
+            yield f"{t.name} {t.kind} {t.shape}", t.data
 
     def forget(self) -> None:
         """Give the pages read so far back to the system: they would count as memory in use."""

@@ -123,6 +123,10 @@ class PackedFile:
             raise BadFile(f"{self.path}: {label}.scales holds NaN or infinity", AGAIN)
         return Packed(form, n, k, k // groups, words, scales)
 
+    def contents(self) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+        for a in self.arrays.values():
+            yield f"{a.name} {a.dtype} {a.shape}", np.frombuffer(self._map, np.uint8, a.nbytes, a.offset)
+
     def close(self) -> None:
         self.tensors, self.arrays = PackedTensors(), {}  # what still uses the map keeps it
 

@@ -18,7 +18,7 @@ from llamagpu.errors import DoesNotFit, LlamaGpuError, NoAdapter
 from llamagpu.gpu import shaders
 from llamagpu.gpu.routes import Caps
 
-FEATURES = ("subgroup", "timestamp-query", "timestamp-query-inside-passes")
+FEATURES = ("subgroup", "shader-f16", "timestamp-query", "timestamp-query-inside-passes")
 # What every WebGPU implementation offers. LLAMAGPU_FLOOR=1 asks for no more than this (and no feature), for tests.
 FLOOR = {
     "max-storage-buffer-binding-size": 128 << 20,
@@ -33,6 +33,7 @@ FLOOR = {
 KINDS = {"DiscreteGPU": 0, "IntegratedGPU": 1, "VirtualGPU": 2, "Unknown": 3, "CPU": 4}  # first choice first
 BACKENDS = {"Metal": 0, "Vulkan": 0, "D3D12": 0, "OpenGL": 1}
 IMAGE = wgpu.TextureUsage.STORAGE_BINDING | wgpu.TextureUsage.COPY_SRC | wgpu.TextureUsage.COPY_DST
+STAGING = 64 << 20  # bytes on their way to the device at a time
 STORAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
 
 
@@ -131,6 +132,7 @@ class Gpu:
         self.features = set(features)
         self.trusted = os.environ.get("LLAMAGPU_TRUSTED", "1") != "0"
         self.allocated_bytes = 0
+        self.staged_bytes = 0
         self.peak_bytes = 0
         self.compile_seconds = 0.0
         self.pipelines: dict[str, Any] = {}
@@ -146,6 +148,7 @@ class Gpu:
             storage_buffers=limits["max-storage-buffers-per-shader-stage"],
             image_side=limits["max-texture-dimension-2d"],
             scalar=os.environ.get("LLAMAGPU_SCALAR") == "1",
+            f16="shader-f16" in self.features,
         )
 
     @classmethod
@@ -187,14 +190,22 @@ class Gpu:
     def write(self, buffer: Any, data: np.ndarray[Any, Any], offset: int = 0) -> None:
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         whole = raw.size // 4 * 4
-        for start in range(0, whole, 64 << 20):  # staging memory in pieces of 64 MiB
-            self.device.queue.write_buffer(
-                buffer, offset + start, raw[start : min(start + (64 << 20), whole)]
-            )
+        for start in range(0, whole, STAGING):
+            piece = raw[start : min(start + STAGING, whole)]
+            self.device.queue.write_buffer(buffer, offset + start, piece)
+            self.staged(piece.size)
         if whole < raw.size:
             self.device.queue.write_buffer(
                 buffer, offset + whole, np.pad(raw[whole:], (0, 4 - raw.size + whole))
             )
+
+    def staged(self, nbytes: int) -> None:
+        """wgpu holds a copy of all that is written until it has been submitted and is through."""
+        self.staged_bytes += nbytes
+        if self.staged_bytes >= STAGING:
+            self.staged_bytes = 0
+            self.device.queue.submit([])
+            self.device._poll_wait()
 
     def read(self, buffer: Any, dtype: Any, count: int, offset: int = 0) -> np.ndarray[Any, Any]:
         size = count * np.dtype(dtype).itemsize
@@ -234,12 +245,24 @@ class Gpu:
         """[height, width, 4] f32 or u32."""
         height, width, _ = data.shape
         texture = self.image(width, height, label, "rgba32float" if data.dtype == np.float32 else "rgba32uint")
-        most = max(1, (64 << 20) // (16 * width))  # rows: staging memory in pieces of 64 MiB
+        self.write_image(texture, data)
+        return texture
+
+    def write_image(self, texture: Any, data: np.ndarray[Any, Any], x: int = 0) -> None:
+        """[height, width, 4] 32-bit words, from column x of the first row on."""
+        height, width, _ = data.shape
+        most = max(1, STAGING // (16 * width))  # rows
         for y in range(0, height, most):
             piece = np.ascontiguousarray(data[y : y + most])
-            to = {"texture": texture, "origin": (0, y, 0)}
+            to = {"texture": texture, "origin": (x, y, 0)}
             self.device.queue.write_texture(to, piece, {"bytes_per_row": 16 * width}, (width, len(piece), 1))
-        return texture
+            self.staged(piece.nbytes)
+
+    def read_image(self, texture: Any, x: int, width: int, height: int) -> np.ndarray[Any, Any]:
+        """The bytes of these columns of the first rows."""
+        source = {"texture": texture, "origin": (x, 0, 0)}
+        raw = self.device.queue.read_texture(source, {"bytes_per_row": 16 * width}, (width, height, 1))
+        return np.frombuffer(raw, np.uint8)
 
     # Pipelines
 

@@ -21,6 +21,7 @@ class Caps:
     storage_buffers: int = 8  # of one kernel
     image_side: int = 8192  # texels of a storage texture, each way
     scalar: bool = False  # take the last row that fits instead: the kernels for every shape, as a baseline
+    f16: bool = False  # computes with f16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Linear:
     k: int
     group: int
     form: str
-    inputs: str = "f32"  # how x comes: "f32"; "i8" records; "norm": f32, normalised and quantised by the kernel itself
+    inputs: str = "f32"  # how x comes: "f32"; "i8" records; quantised by the kernel itself: "norm", "merge"
     out: str = "out_store"  # the part that takes the results
 
 
@@ -66,7 +67,7 @@ class Route:
     @property
     def collects(self) -> bool:
         """The kernel calls `finish` of its out part, which then sees a whole workgroup's rows."""
-        return "dot" in self.parts
+        return "dot" in self.parts or "planes" in self.parts
 
 
 def fold(count: int, caps: Caps) -> Grid:
@@ -85,19 +86,19 @@ def row_pairs(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Gri
     return fold(-(-s.n // (2 * c.get("PAIRS", 1) * c["WORKGROUP"] // c["LANES"])), caps)
 
 
-def tile_share(head_dim: int) -> int:
+def tile_share(head_dim: int, rough: bool) -> int:
     """Invocations that share two rows of attend_tile, so that the rows stay in registers."""
-    return 4 if head_dim <= 128 or head_dim % 32 else 8
+    return 8 if head_dim > (128 if rough else 64) and head_dim % 64 == 0 else 4
 
 
-def tile_places(head_dim: int, caps: Caps) -> int:
-    """Positions whose keys and values attend_tile keeps in workgroup memory: eight at least, 32 at most."""
-    return max(8, min(32, caps.workgroup_bytes // (8 * head_dim) // 8 * 8))
+def rough_tile(head_dim: int, caps: Caps) -> bool:
+    """Whether attend_tile can multiply in int8 and f16."""
+    return caps.f16 and head_dim in (32, 64, 128, 256) and caps.subgroup >= head_dim // 8
 
 
 def query_tiles(attention: tuple[int, int, int], c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
-    heads, kv_heads, head_dim = attention
-    tokens = 2 * c["WORKGROUP"] // tile_share(head_dim) // (heads // kv_heads)
+    heads, kv_heads, share = attention
+    tokens = 2 * c["WORKGROUP"] // share // (heads // kv_heads)
     return kv_heads, -(-m // tokens), 1
 
 
@@ -142,9 +143,12 @@ def blocks(s: Linear) -> bool:
 
 COLLECTING = ("out_swiglu_i8", "out_logits")  # these need a whole workgroup's rows at once
 
+MADE = ("norm", "merge")  # inputs that a kernel makes itself
+
+
 def plain(s: Linear) -> bool:
     """Inputs as they lie, results one by one."""
-    return s.inputs != "norm" and s.out not in COLLECTING
+    return s.inputs not in MADE and s.out not in COLLECTING
 
 
 VECTOR = {"q4": 32, "q6": 1 << 30, "q8": 16, "f16": 8}  # the smallest group (k for f16) that 16-byte loads take
@@ -160,16 +164,46 @@ GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], .
     ("records out, k < 4096", lambda s, c: one(s) and s.out in COLLECTING and s.k < 4096 and c.invocations >= 512,
      {"WORKGROUP": 512, "LANES": 32, "PAIRS": 2}),
     ("records out", lambda s, c: one(s) and s.out in COLLECTING, {"WORKGROUP": 256, "LANES": 32, "PAIRS": 4}),
-    ("norm inside, k < 3072", lambda s, c: one(s) and s.inputs == "norm" and s.k < 3072 and c.invocations >= 512,
+    ("made inside, k < 3072", lambda s, c: one(s) and s.inputs in MADE and s.k < 3072 and c.invocations >= 512,
      {"WORKGROUP": 512, "LANES": 32}),
-    ("norm inside", lambda s, c: one(s) and s.inputs == "norm" and c.invocations >= 512,
+    ("made inside", lambda s, c: one(s) and s.inputs in MADE and c.invocations >= 512,
      {"WORKGROUP": 512, "LANES": 64}),
-    ("norm inside, small workgroups", lambda s, c: one(s) and s.inputs == "norm", {"WORKGROUP": 256, "LANES": 32}),
+    ("made inside, small workgroups", lambda s, c: one(s) and s.inputs in MADE, {"WORKGROUP": 256, "LANES": 32}),
     ("k <= 2048", lambda s, c: one(s) and s.k <= 2048, {"WORKGROUP": 256, "LANES": 64}),
     ("k > 2048", lambda s, c: one(s), {"WORKGROUP": 256, "LANES": 128}),
 )  # fmt: skip
 
-FEW = (4, 8)  # token counts with kernels of their own between one and many
+FEW = (4, 8, 16)  # token counts with kernels of their own between one and many
+SOME = (32, 64, 128, 256)  # and with tiles of their own
+
+FEW_SHAPES = (  # likewise, and for how many tokens: more than 8 do not leave room for two pairs of rows
+    ("records out", 8, lambda s, c: s.out == "out_swiglu_i8" and c.invocations >= 512,
+     {"WORKGROUP": 512, "LANES": 32, "PAIRS": 2}),
+    ("results one by one", 16, lambda s, c: plain(s), {"WORKGROUP": 256, "LANES": 64, "PAIRS": 1}),
+)  # fmt: skip
+
+RECORD_TILE = {"TILE_N": 64, "WORKGROUP": 128}  # out_swiglu_i8 takes 64 rows, and knows another workgroup by default
+
+
+def tile_count(s: Linear, tile_m: int, tile_n: int) -> int:
+    return -(-s.m // tile_m) * -(-s.n // tile_n)
+
+
+# Tiles of linear_gemm_i8: tokens, rows. The smaller, the more k is split within a workgroup, and the more work it is; a
+# small matrix takes the largest that still gives a large GPU's 132 cores enough of them. Measured on an H200 with the
+# matrices of Llama 1B and m = 16 to 512 (2026-11-15): the wrong tile costs up to 3x.
+TILES: tuple[tuple[str, Callable[[Linear], bool], dict[str, int]], ...] = (
+    ("m <= 32, records out", lambda s: s.m <= 32 and not plain(s), RECORD_TILE | {"TILE_M": 32, "TOKENS": 32}),
+    ("records out", lambda s: not plain(s), RECORD_TILE | {"TILE_M": 64, "TOKENS": 64}),
+    ("256 tiles of 64 x 64", lambda s: tile_count(s, 64, 64) >= 256, {"TILE_M": 64, "TILE_N": 64}),
+    ("192 tiles of 64 x 32", lambda s: s.m > 32 and tile_count(s, 64, 32) >= 192, {"TILE_M": 64, "TILE_N": 32}),
+    ("96 tiles of 32 x 32", lambda s: tile_count(s, 32, 32) >= 96, {"TILE_M": 32, "TILE_N": 32}),
+    ("fewer", lambda s: True, {"TILE_M": 32, "TILE_N": 16}),
+)
+
+
+def int8_tiles(s: Linear, c: Caps) -> bool:
+    return s.inputs == "i8" and s.k % 64 == 0 and blocks(s) and s.form != "f16" and s.out != "out_logits"
 
 LINEAR = (
     Route("linear_rows", lambda s, c: c.cpu and s.out not in COLLECTING and s.m == 1 and words(s, VECTOR[s.form]),
@@ -182,13 +216,17 @@ LINEAR = (
     Route("linear_gemv_word", lambda s, c: s.m == 1 and words(s, 8),
           "m = 1, k and group % 8 = 0", row_pairs, ("weight", "out", "reduce")),
     *(
-        Route("linear_gemv_few", lambda s, c, most=most: 1 < s.m <= most and blocks(s) and plain(s),
-              f"m <= {most}, k % 32 = 0, group % 32 = 0 or 16", row_pairs, ("dot", "out", "reduce"), {"TOKENS": most})
-        for most in FEW
+        Route("linear_gemv_few",
+              lambda s, c, most=most, fits=fits: 1 < s.m <= most and s.inputs not in MADE and blocks(s) and fits(s, c),
+              f"m <= {most}, k % 32 = 0, group % 32 = 0 or 16, {case}", row_pairs, ("dot", "out", "reduce"),
+              {"TOKENS": most} | consts)
+        for most in FEW for case, limit, fits, consts in FEW_SHAPES if most <= limit
     ),
-    Route("linear_gemm_i8",
-          lambda s, c: s.inputs == "i8" and s.k % 64 == 0 and blocks(s) and s.form != "f16" and plain(s),
-          "int8 x, k % 64 = 0, group % 32 = 0 or 16", tiles, ("planes", "out")),
+    *(
+        Route("linear_gemm_i8", lambda s, c, fits=fits: int8_tiles(s, c) and fits(s) and c.workgroup_bytes >= 32768,
+              f"int8 x, k % 64 = 0, group % 32 = 0 or 16, {case}", tiles, ("planes", "out"), consts)
+        for case, fits, consts in TILES
+    ),
     Route("linear_gemm", lambda s, c: words(s, 8), "k and group % 8 = 0", tiles, ("weight", "out")),
     Route("linear_any", lambda s, c: s.inputs == "f32" and plain(s), "-", pairs_by_token, ("weight", "out")),
 )  # fmt: skip
@@ -201,11 +239,11 @@ NORM = (
 NORM_I8 = (Route("rms_norm_i8", lambda width, c: width % 32 == 0, "width % 32 = 0", rows, ("record", "reduce")),)
 
 ATTEND = (
-    Route("attend_split", lambda head_dim, m, c: m == 1 and c.subgroup >= 4 and head_dim % 64 == 0,
-          "m = 1, head_dim % 64 = 0, subgroups", lambda heads, c, caps, m, pos: (heads, 1, 1), ("kv8", "record")),
-    Route("attend_tile",
-          lambda head_dim, m, c: m > 8 and c.subgroup >= tile_share(head_dim) and head_dim in range(16, 257, 16),
-          "m > 8, head_dim % 16 = 0, <= 256, subgroups of 4 (over 128: of 8)", query_tiles, ("kv", "team_subgroup")),
+    Route("attend_split", lambda head_dim, m, c: m <= FEW[-1] and c.subgroup >= 4 and head_dim % 64 == 0,
+          f"m <= {FEW[-1]}, head_dim % 64 = 0, subgroups", lambda grid, c, caps, m, pos: (*grid, m), ("kv8", "record")),
+    Route("attend_tile", lambda d, m, c: m > FEW[-1] and d in range(32, 257, 32) and c.subgroup >= tile_share(d, False),
+          f"m > {FEW[-1]}, head_dim % 32 = 0, <= 256, subgroups of 4 (over 64: of 8)", query_tiles,
+          ("score", "kv8", "record")),
     Route("attend", lambda head_dim, m, c: head_dim % 4 == 0 and head_dim <= 256,
           "head_dim % 4 = 0, <= 256", lambda heads, c, caps, m, pos: (heads, m, 1), ("kv",)),
     Route("attend_any", lambda head_dim, m, c: True, "-", values, ("kv",)),
@@ -260,8 +298,11 @@ SILU_MUL_IMAGE = (
 
 
 def attention(group: int, caps: Caps) -> tuple[Route, ...]:
-    """The rows of ATTEND for `group` query heads per kv head: attend_split has a subgroup for each in a workgroup."""
-    return ATTEND if group * caps.subgroup <= caps.invocations else ATTEND[1:]
+    """The rows of ATTEND for `group` query heads per kv head: a workgroup of attend_split has a subgroup for each, one
+    of attend_tile has 32 rows or more, which are at least one token of each."""
+    unfit = {"attend_split"} if group * caps.subgroup > caps.invocations else set()
+    unfit |= {"attend_tile"} if group > 32 else set()
+    return tuple(route for route in ATTEND if route.kernel not in unfit)
 
 
 def score_groups(pos: int, workgroup: int) -> int:
@@ -295,6 +336,11 @@ def tile_texels(s: Linear) -> int:
     return s.k // {"q4": 4, "q8": 2}[s.form] + s.k // s.group * 4
 
 
+def merge_in_linear(k: int, splits: int) -> bool:
+    """Whether the linear after attention joins its splits: every workgroup reads all k * splits partial sums."""
+    return k * splits <= 32768
+
+
 def norm_in_linear(k: int, caps: Caps) -> bool:
     """Whether the linears of one token normalise and quantise their input themselves."""
     return k <= 4096 and caps.storage_buffers >= 10 and caps.workgroup_bytes >= 32768
@@ -302,7 +348,7 @@ def norm_in_linear(k: int, caps: Caps) -> bool:
 
 # attend_split by the positions it looks back over: (from, splits at most, strands at most). Whole tokens of four models
 # were timed with 20 settings each at 16 to 2048 positions on an H200 (2026-11-15).
-REACHES = ((1, 1, 2), (65, 16, 2), (385, 16, 8), (1024, 32, 8), (8192, 64, 8))
+REACHES = ((1, 4, 2), (65, 4, 4), (193, 8, 4), (513, 16, 8), (1537, 32, 8), (8192, 64, 8))
 MOST_SPLITS = 64
 
 
@@ -311,11 +357,12 @@ def reach(positions: int) -> int:
     return max(first for first, _, _ in REACHES if first <= positions)
 
 
-def splits(reach: int, kv_heads: int) -> int:
-    """Into how many parts attend_split cuts the context: no more than make 128 workgroups, 256 for the longest."""
+def splits(reach: int, kv_heads: int, m: int = 1) -> int:
+    """Into how many parts attend_split cuts the context: no more than make 128 workgroups, 256 for the longest; for m
+    tokens all the fewer."""
     most = next(splits for first, splits, _ in REACHES if first == reach)
     enough = max(2, 1 << max(0, (128 // kv_heads - 1).bit_length())) * (2 if reach >= 8192 else 1)
-    return min(most, enough)
+    return max(1, min(most, enough) // m)
 
 
 def strands(group: int, reach: int, caps: Caps) -> int:
@@ -327,7 +374,7 @@ def strands(group: int, reach: int, caps: Caps) -> int:
 
 def width(m: int, chunk: int) -> int:
     """For how many tokens the plan that takes m of them is built."""
-    return next((most for most in (1, *FEW) if m <= most), chunk)
+    return next((most for most in (1, *FEW, *SOME) if m <= most), chunk)
 
 
 def fits_any(table: tuple[Route, ...], *facts: object) -> bool:

@@ -90,7 +90,7 @@ def kernel_choices(
     yield row("embed", shown("token_embd", table), routes.pick(routes.EMBED, table, caps))
     yield row("rms_norm", f"width {c.dim}", routes.pick(routes.NORM_I8 if fast else routes.NORM, c.dim, caps))
     heads = f"{c.heads} heads, {c.kv_heads} kv, head_dim {c.head_dim}"
-    yield row("attend", heads, routes.pick(routes.ATTEND, c.head_dim, m, caps))
+    yield row("attend", heads, routes.pick(routes.attention(c.heads // c.kv_heads, caps), c.head_dim, m, caps))
     for name, shape in dict.fromkeys(linears(c, tensors, m, "i8" if fast else "f32")):
         yield row("linear", shown(name, shape), routes.pick(routes.LINEAR, shape, caps))
 

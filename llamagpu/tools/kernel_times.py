@@ -127,11 +127,11 @@ def attend_time(gpu: Gpu, watch: Stopwatch, shape: str, m: int, pos: int, table:
     caches += [(clone(gpu, caches[0][0]), clone(gpu, caches[0][1])) for _ in range(clones(gpu, 2 * k.nbytes))]
     split = routes.pick(table, s.head_dim, m, gpu.caps).kernel == "attend_split"
     reach = routes.reach(pos + 1) if split else 1
-    splits = routes.splits(reach, s.kv_heads) if split else 1
+    splits = routes.splits(reach, s.kv_heads, m) if split else 1
     qs, y, step = gpu.upload(q, "q"), gpu.zeros(q.nbytes, "y"), step_buffer(gpu, m, pos, capacity)
-    partial, stats = gpu.zeros(q.nbytes * splits, "partial"), gpu.zeros(s.heads * splits * 8 + 16, "stats")
+    partial, stats = gpu.zeros(q.nbytes * splits, "partial"), gpu.zeros(m * s.heads * splits * 8 + 16, "stats")
     out = y if splits == 1 else partial
-    merge = [ops.attend_merge(gpu, config, partial, stats, y, splits, False)] if splits > 1 else []
+    merge = [ops.attend_merge(gpu, config, partial, stats, y, splits, False, m)] if splits > 1 else []
     work = [
         [ops.attend(gpu, config, qs, *pair, out, m, step, kv_f32, table, False, splits, stats, reach), *merge]
         for pair in caches

@@ -10,7 +10,7 @@ from llamagpu.engine import ops
 from llamagpu.engine.weights import Matrix
 from llamagpu.gpu import routes
 from llamagpu.gpu.device import Gpu
-from llamagpu.gpu.routes import Route
+from llamagpu.gpu.routes import Linear, Route
 from llamagpu.tools import baselines, oracle
 from llamagpu.tools.oracle import F32, RECORD, REQUANTISED, Array, Case, Weight, fits, only, random, run
 
@@ -32,7 +32,8 @@ FORMS = (
     Weight("q4", 66, 256, 32, pair=True, scale="f4"), Weight("q4", 9, 36, 12, pair=True),
     Weight("f16", 5, 129),
 )  # fmt: skip
-LEAST_K = {"f32": 1, "i8": 32, "norm": 576}
+LEAST_K = {"f32": 1, "i8": 32, "norm": 576, "merge": 576}
+WIDE = (Weight("q4", 8193, 64), Weight("q4", 3073, 64))  # with tiles of their own
 
 
 def linear_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
@@ -40,17 +41,27 @@ def linear_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
     table = (*routes.LINEAR, baselines.GEMM_ROWS)
     for weight in (PLAIN,) if quick else (PLAIN, *FORMS):
         for inputs in (i for i, least in LEAST_K.items() if weight.k % least == 0):
-            for m in (1, 3, 8, 70)[: 1 if inputs == "norm" else 4]:
+            for m in (1, 3, 8, 16, 70)[: 1 if inputs in routes.MADE else 5]:
                 fitting = [r for r in table if fits(r, gpu.caps, weight.shape(m, inputs))]
-                if m in (3, 8):  # for kernels that take no more
+                if m in (3, 8, 16):  # for kernels that take no more
                     fitting = [r for r in fitting if not fits(r, gpu.caps, weight.shape(70, inputs))]
                 if weight is not PLAIN or quick:
                     fitting = list({r.kernel: r for r in reversed(fitting)}.values())
                 for route in distinct(fitting):
-                    tuning = "".join(f", {name.lower()} {value}" for name, value in route.consts.items())
-                    bound = REQUANTISED if inputs == "norm" else F32
-                    shape = f"{weight.name}, {inputs} x, m {m}{tuning}"
-                    yield Case(route.kernel, shape, partial(linear, gpu, route, weight, inputs, m), bound)
+                    yield linear_case(gpu, route, weight, inputs, m)
+    for weight in () if quick else WIDE:
+        shape = weight.shape(70, "i8")
+        yield linear_case(gpu, routes.pick(routes.LINEAR, shape, gpu.caps), weight, "i8", 70)
+
+
+def linear_case(gpu: Gpu, route: Route, weight: Weight, inputs: str, m: int) -> Case:
+    bound = REQUANTISED if inputs in routes.MADE else F32
+    shape = f"{weight.name}, {inputs} x, m {m}{tuning(route)}"
+    return Case(route.kernel, shape, partial(linear, gpu, route, weight, inputs, m), bound)
+
+
+def tuning(route: Route) -> str:
+    return "".join(f", {name.lower()} {value}" for name, value in route.consts.items())
 
 
 def distinct(table: Iterable[Route]) -> Iterable[Route]:
@@ -74,11 +85,17 @@ def linear_inputs(gpu: Gpu, m: int, k: int, inputs: str) -> tuple[Any, Array, di
     if inputs == "f32":
         return gpu.upload(x, "x"), x.astype(np.float64), {}
     if inputs == "i8":
-        made = oracle.to_records(x)
-        return gpu.upload(made, "x"), oracle.from_records(made), {"inputs": "i8"}
+        records = oracle.to_records(x)
+        return gpu.upload(records, "x"), oracle.from_records(records), {"inputs": "i8"}
+    if inputs == "merge":  # two splits that count alike
+        stats = np.tile(np.array([0.5, 1.0], np.float32), (k // 64, 2, 1))
+        made = ops.Made({"stats": gpu.upload(stats, "stats")}, {"HEAD_DIM": 64, "SPLITS": 2})
+        halves = random("halves").standard_normal((k // 64, 2, 64)).astype(np.float32)
+        joined = halves.astype(np.float64).mean(axis=1).reshape(1, k)
+        return gpu.upload(halves, "x"), oracle.rounded(joined), {"inputs": "merge", "made": made}
     weight = random("norm").uniform(0.5, 2.0, k).astype(np.float32)
-    more = {"inputs": "norm", "norm": gpu.upload(weight, "norm"), "eps": 0.25}
-    return gpu.upload(x, "x"), oracle.rounded(oracle.rms_norm(x, weight, 0.25)), more
+    made = ops.Made({"norm": gpu.upload(weight, "norm")}, {"EPS": 0.25})
+    return gpu.upload(x, "x"), oracle.rounded(oracle.rms_norm(x, weight, 0.25)), {"inputs": "norm", "made": made}
 
 
 # Outputs for which a workgroup brings its rows together: logits with candidates, silu(gate) * up as records
@@ -87,38 +104,44 @@ JOINT = Weight("q4", 192, 64)
 
 
 def collected_cases(gpu: Gpu) -> Iterator[Case]:
-    for out, compare, bound in (("out_logits", logits, F32), ("out_swiglu_i8", hidden, REQUANTISED)):
-        for inputs in ("f32", "i8"):
-            shape = JOINT.shape(1, inputs, out)
-            for route in distinct(r for r in routes.LINEAR if fits(r, gpu.caps, shape) and r.collects):
-                rows = JOINT.n // ops.workgroups(gpu, route, shape)
-                if out == "out_logits" or rows == 64:  # a record is made of 64 rows, all in one workgroup
-                    said = f"{out} {JOINT.name}, {inputs} x, {rows} rows of {route.consts['WORKGROUP']}"
-                    yield Case(route.kernel, said, partial(compare, gpu, route, inputs), bound)
+    for inputs in ("f32", "i8"):
+        for route in collecting(gpu, JOINT.shape(1, inputs, "out_logits")):
+            said = f"out_logits {JOINT.name}, {inputs} x{tuning(route)}"
+            yield Case(route.kernel, said, partial(logits, gpu, route, inputs))
+        for m in (1, 4, 8, 30, 70):
+            for route in collecting(gpu, JOINT.shape(m, inputs, "out_swiglu_i8"))[:1]:
+                said = f"out_swiglu_i8 {JOINT.name}, {inputs} x, m {m}"
+                yield Case(route.kernel, said, partial(hidden, gpu, route, inputs, m), REQUANTISED)
 
 
-def joint(gpu: Gpu, route: Route, inputs: str, out: ops.Out) -> Array:
-    """Runs it; the 192 results as float64."""
+def collecting(gpu: Gpu, shape: Linear) -> list[Route]:
+    return list(distinct(r for r in routes.LINEAR if fits(r, gpu.caps, shape) and r.collects))
+
+
+def joint(gpu: Gpu, route: Route, inputs: str, out: ops.Out, m: int = 1) -> Array:
+    """Runs it; the [m, 192] results as float64."""
     part, packed = JOINT.upload(gpu)
-    matrix, step = Matrix(JOINT.n, JOINT.k, (part,)), oracle.step_buffer(gpu, 1)
-    buffer, x, more = linear_inputs(gpu, 1, JOINT.k, inputs)
-    run(gpu, ops.linear(gpu, buffer, matrix, 1, out, step, table=only(route), **more))
-    return np.asarray((x @ oracle.rows_of(packed, np.arange(JOINT.n)).T)[0])
+    matrix, step = Matrix(JOINT.n, JOINT.k, (part,)), oracle.step_buffer(gpu, m)
+    buffer, x, more = linear_inputs(gpu, m, JOINT.k, inputs)
+    run(gpu, ops.linear(gpu, buffer, matrix, m, out, step, table=only(route), **more), m)
+    return np.asarray(x @ oracle.rows_of(packed, np.arange(JOINT.n)).T)
 
 
 def logits(gpu: Gpu, route: Route, inputs: str) -> Answer:
     y, best = gpu.zeros(JOINT.n * 4, "y"), gpu.zeros(JOINT.n * 8, "best")
-    want = joint(gpu, route, inputs, ops.Out("out_logits", {"y": y, "best": best}))
+    want = joint(gpu, route, inputs, ops.Out("out_logits", {"y": y, "best": best}))[0]
     groups = ops.workgroups(gpu, route, JOINT.shape(1, inputs, "out_logits"))
     top = gpu.read(best, np.float32, 2 * groups)[::2].max()
     return [*gpu.read(y, np.float32, JOINT.n), top], [*want, want.max()]
 
 
-def hidden(gpu: Gpu, route: Route, inputs: str) -> Answer:
-    y = gpu.zeros(JOINT.n // 64 * RECORD.itemsize, "y")
-    gate, up = joint(gpu, route, inputs, ops.Out("out_swiglu_i8", {"y": y}, {"BIAS": False})).reshape(-1, 2).T
-    got = oracle.from_records(gpu.read(y, RECORD, JOINT.n // 64)[None])
-    return got, oracle.rounded((oracle.silu(gate) * up)[None])
+def hidden(gpu: Gpu, route: Route, inputs: str, m: int) -> Answer:
+    count = m * JOINT.n // 64
+    y = gpu.zeros(count * RECORD.itemsize, "y")
+    out = ops.Out("out_swiglu_i8", {"y": y}, {"WIDTH": JOINT.n})
+    gate, up = np.moveaxis(joint(gpu, route, inputs, out, m).reshape(m, -1, 2), 2, 0)
+    got = oracle.from_records(gpu.read(y, RECORD, count).reshape(m, -1))
+    return got, oracle.rounded(oracle.silu(gate) * up)
 
 
 # Norms
@@ -162,6 +185,7 @@ def two_step_norm(gpu: Gpu, width: int, m: int) -> Answer:
 # Attention
 
 CAPACITY = 240
+ROUGH = (2e-4, 3e-2)  # queries and keys of int8, values of f16; the same for records of it
 Heads = tuple[int, int, int]  # count, kv heads, head_dim
 
 
@@ -169,23 +193,30 @@ def attention_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
     shapes: tuple[Heads, ...] = ((4, 2, 64), (2, 1, 128), (2, 1, 48), (2, 2, 6))
     for heads in shapes[: 1 if quick else 4]:
         count, kv_heads, head_dim = heads
-        for m, pos in ((1, 200), (33, 65)):
+        for m, pos in ((1, 200), (8, 60), (33, 65)):
             for route in (*routes.ATTEND, baselines.ATTEND_STRIDED):
                 for kv_f32 in (False, True)[: 2 if head_dim == 64 else 1]:
-                    if fits(route, gpu.caps, head_dim, m):
+                    if fits(route, gpu.caps, head_dim, m) and (m != 8 or route.kernel == "attend_split"):
                         kind = "f32" if kv_f32 else "f16"
                         shape = f"{count} heads of {head_dim}, {kv_heads} kv, {kind}, m {m} at {pos}"
                         yield Case(route.kernel, shape, partial(attend, gpu, route, heads, m, pos, kv_f32))
-    for route in [r for r in routes.ATTEND if r.kernel == "attend_split" and fits(r, gpu.caps, 64, 1)]:
+    for route in routes.ATTEND:
         for i8 in (False, True):
-            shape = f"4 heads of 64 at 200, 4 splits, {'i8' if i8 else 'f32'}"
-            compare = partial(attend, gpu, route, shapes[0], 1, 200, False, splits=4, i8=i8)
-            yield Case("attend_merge", shape, compare, REQUANTISED if i8 else F32)
+            kind = "i8" if i8 else "f32"
+            if route.kernel == "attend_split" and fits(route, gpu.caps, 64, 1):
+                compare = partial(attend, gpu, route, shapes[0], 1, 200, False, splits=4, i8=i8)
+                shape, bound = f"4 heads of 64 at 200, 4 splits, {kind}", REQUANTISED if i8 else F32
+                yield Case("attend_merge", shape, compare, bound)
+            rough = [h for h in shapes if route.kernel == "attend_tile" and routes.rough_tile(h[2], gpu.caps)]
+            for heads in [h for h in rough if fits(route, gpu.caps, h[2], 33)]:
+                compare = partial(attend, gpu, route, heads, 33, 65, False, i8=i8, rough=True)
+                yield Case("attend_tile", f"heads of {heads[2]} in int8, m 33 at 65, {kind}", compare, ROUGH)
 
 
 def attend(
-    gpu: Gpu, route: Route, heads: Heads, m: int, pos: int, kv_f32: bool, splits: int = 1, i8: bool = False
-) -> Answer:
+    gpu: Gpu, route: Route, heads: Heads, m: int, pos: int, kv_f32: bool, splits: int = 1, i8: bool = False,
+    rough: bool = False,
+) -> Answer:  # fmt: skip
     count, kv_heads, head_dim = heads
     config, rng = oracle.heads_config(*heads), random(f"attention {heads}")
     q = rng.standard_normal((m, count, head_dim)).astype(np.float32)
@@ -194,12 +225,12 @@ def attend(
     partial_sums, stats = gpu.zeros(q.nbytes * splits, "partial"), gpu.zeros(count * splits * 8 + 16, "stats")
     qs, ks, vs = gpu.upload(q, "q"), gpu.upload(k, "k"), gpu.upload(v, "v")
     out, table = y if splits == 1 else partial_sums, only(route)
-    work = [ops.attend(gpu, config, qs, ks, vs, out, m, step, kv_f32, table, splits=splits, stats=stats)]
+    work = [ops.attend(gpu, config, qs, ks, vs, out, m, step, kv_f32, table, i8, splits, stats, rough=rough)]
     if splits > 1:
         work.append(ops.attend_merge(gpu, config, partial_sums, stats, y, splits, i8))
     run(gpu, work, m, pos)
     want = oracle.attention(q, k[:, : pos + m], v[:, : pos + m], pos)
     if i8:
-        records = gpu.read(y, RECORD, q.size // 32).reshape(1, -1)
-        return oracle.from_records(records), oracle.rounded(want.reshape(1, -1))
+        records = gpu.read(y, RECORD, q.size // 32).reshape(m, -1)
+        return oracle.from_records(records), oracle.rounded(want.reshape(m, -1))
     return gpu.read(y, np.float32, q.size).reshape(q.shape), want

@@ -1,9 +1,7 @@
 """Writes the converted model, GGUF or packed: a few rows at a time, under another name until it is whole."""
 
-import errno
 import math
 import os
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,17 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
+from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files.gguf_file import RawTensor
 from llamagpu.files.gguf_writer import encode_header, padding, tensor_bytes
 from llamagpu.files.packed_file import PackedWriter
 from llamagpu.files.quantise import quantise, squares
 from llamagpu.files.repack import Packed, dequantize, packed_bytes, repack, slice_rows
+from llamagpu.files.replacing import replacing
 from llamagpu.tools.convert.fourbit import HALVES, SINGLES, SYMMETRIC, FourBit, blocks_of
 from llamagpu.tools.convert.source import Rows, Source, Tensor
 
@@ -59,40 +58,6 @@ class Job:
     @property
     def workers(self) -> int:
         return self.threads or os.cpu_count() or 1
-
-
-@contextmanager
-def replacing(path: Path, size: int) -> Iterator[BinaryIO]:
-    """A file that gets its name when all is well, and vanishes otherwise; `size` is about what it takes."""
-    part, own = path.with_name(f".{path.name}.part"), None
-    try:
-        if shutil.disk_usage(path.parent).free < size:
-            raise OSError(errno.ENOSPC, "no space left")
-        part.unlink(missing_ok=True)  # of a run that was killed
-        with part.open("xb") as file:
-            own = os.fstat(file.fileno())
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        if not _is(part, own):
-            raise LlamaGpuError(f"another conversion is writing {path} too", "Wait for it, or name another file.")
-        part.replace(path)
-        own = None
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            cause = f"no space left in {path.parent.resolve()}: {path.name} takes {size / 1e6:,.0f} MB"
-            raise LlamaGpuError(cause, "Free some space, or write to another disk.") from error
-        raise LlamaGpuError(f"cannot write {path}: {error.strerror or error}", "Name another file.") from error
-    finally:
-        if own and _is(part, own):
-            part.unlink()
-
-
-def _is(path: Path, file: os.stat_result) -> bool:
-    try:
-        return os.path.samestat(path.stat(), file)
-    except OSError:
-        return False
 
 
 def write_gguf(job: Job, path: Path, progress: Progress = NO_PROGRESS) -> list[Loss]:

@@ -1,0 +1,530 @@
+"""A prompt's keys and values in a file: restored to the bit, refused when anything is wrong with it."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_builder import tiny_llama, tiny_parts, write_gguf
+
+from llamagpu.errors import BadFile, DoesNotFit, LlamaGpuError
+
+pytest.importorskip("wgpu")
+from reference import assert_close
+from test_cli import RANDOM, finish, run, start, wait_for  # noqa: F401
+from test_model import F16_CACHE, F32, tokens
+
+from llamagpu import Llama, Sampling
+from llamagpu.engine import prompt_cache
+from llamagpu.engine.llama import Transformer
+from llamagpu.engine.tiled import TiledTransformer
+from llamagpu.tools.convert.convert import convert, open_source, plan
+
+GREEDY = Sampling(temperature=0)
+WIDE = {"dim": 64, "heads": 2, "head_dim": 64, "ffn": 128, "kind": "Q8_0"}  # int8 activations suit it
+# name -> on images?, model, settings
+WAYS: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
+    "images": (True, {}, {}),
+    "images, window": (True, {"metadata": {"llama.attention.sliding_window": 5}}, {}),
+    "buffers f32": (False, {}, {"kv_type": "f32"}),
+    "buffers f16": (False, {}, {"kv_type": "f16"}),
+    "buffers f16, window": (False, {"metadata": {"llama.attention.sliding_window": 5}}, {"kv_type": "f16"}),
+    "buffers, head_dim 6": (False, {"dim": 24, "ffn": 40}, {"kv_type": "f16"}),
+    "fast": (False, WIDE, {"kv_type": "f16", "precision": "fast"}),
+}
+
+
+@pytest.fixture
+def opened(gpu, tmp_path, monkeypatch):
+    """A model, on images or buffers as asked, whatever the adapter would be given."""
+
+    def open_one(images: bool = False, model: dict[str, Any] | None = None, **settings: Any) -> Llama:
+        monkeypatch.setattr("llamagpu.engine.generate.suits_tiles", lambda *_: images)
+        path = tiny_llama(tmp_path / "m.gguf", **model or {})
+        llama = Llama(path, device=gpu, **settings)
+        assert type(llama.model) is (TiledTransformer if images else Transformer)
+        return llama
+
+    return open_one
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    """Alone in its folder, so that what is left beside it shows."""
+    (tmp_path / "cache").mkdir()
+    return tmp_path / "cache" / "prompt"
+
+
+def left(cache: Path) -> list[str]:
+    return sorted(os.listdir(cache.parent))
+
+
+def read(llama: Llama, prompt: list[int]) -> np.ndarray:
+    list(llama.generate(prompt, max_tokens=0))
+    return llama.model.read_logits()
+
+
+def kv(llama: Llama, count: int) -> bytes:
+    return b"".join(piece.tobytes() for piece in llama.model.read_cache(count))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_restored_is_what_was_read(opened, cache, monkeypatch, name):
+    """Keys, values, and the logits of every next prompt, bit for bit as if the prompt had just been read."""
+    monkeypatch.setattr("llamagpu.engine.generate.FIRST_CONTEXT", 64)
+    images, model, settings = WAYS[name]
+    more = tokens(30, seed=1)
+    reader, restorer = (opened(images, model, chunk=16, **settings) for _ in range(2))
+    for length in (1, 9, 40, 100):  # within a chunk, over several, beyond the first capacity
+        first = tokens(length)
+        reader.model.truncate(0)
+        read(reader, first)
+        reader.save_prompt(cache)
+        prompts = {
+            "same": (first, length - 1),
+            "longer": ([*first, *more], length),
+            "shorter": (first[: length // 2 + 1], length // 2),
+            "diverging": ([*first[: length // 2], *more], length // 2),
+            "other": ([287 - first[0], *first], 0),
+        }
+        for prompt, shared in prompts.values():
+            reader.model.truncate(0)
+            read(reader, first)
+            assert restorer.load_prompt(cache) == length
+            assert restorer.model.history == first and kv(restorer, length) == kv(reader, length)
+            going = restorer.generate(prompt, max_tokens=0)
+            assert not list(going) and going.timings.cached_tokens == shared
+            assert restorer.model.read_logits().tobytes() == read(reader, prompt).tobytes()
+            assert list(restorer.model.greedy(12)) == list(reader.model.greedy(12))
+    assert left(cache) == ["prompt"] and restorer.load_times.prompt_s > 0
+
+
+@pytest.mark.parametrize("name, bounds", [("images", F32), ("buffers f32", F32), ("buffers f16", F16_CACHE)])
+def test_same_text_as_without(opened, cache, name, bounds):
+    """Against the prompt read in one go: its last tokens take other kernels then, which round elsewhere."""
+    images, model, settings = WAYS[name]
+    first, prompt = tokens(60), tokens(75)
+    assert prompt[:60] == first
+    with opened(images, model, **settings) as llama:
+        want = [token.id for token in llama.generate(prompt, max_tokens=40, sampling=GREEDY, ignore_eos=True)]
+        llama.save_prompt(cache, 60)
+        llama.model.truncate(0)
+        logits = read(llama, prompt)
+    with opened(images, model, **settings) as llama:
+        assert llama.load_prompt(cache) == 60
+        assert [t.id for t in llama.generate(prompt, max_tokens=40, sampling=GREEDY, ignore_eos=True)] == want
+        llama.load_prompt(cache)
+        assert_close(read(llama, prompt), logits, *bounds, name)
+
+
+def test_positions_to_the_right_of_the_fold(opened, monkeypatch):
+    """Images of 16 rows: position p stands in row p % 16, columns p // 16."""
+    monkeypatch.setattr("llamagpu.engine.tiled.FOLD", 16)
+    model = opened(images=True, context=64).model
+    data = np.random.default_rng(0).integers(0, 256, 41 * model.position_bytes, np.uint8)
+    rest = iter(np.split(data, len(data) // 256))  # a position of a layer has 2 x 2 x 16 f32
+    model.write_cache(41, lambda count: np.concatenate([next(rest) for _ in range(count // 256)]))
+    assert b"".join(piece.tobytes() for piece in model.read_cache(41)) == data.tobytes()
+    rows = data.reshape(2, 41, 256)
+    for layer, image in enumerate(model.images):
+        found = model.gpu.read_image(image, 0, image.width, image.height).reshape(16, -1, 256)
+        for p in range(41):
+            assert np.array_equal(found[p % 16, p // 16], rows[layer, p]), (layer, p)
+
+
+def test_heads_keep_their_place_in_a_larger_cache(opened):
+    """[kv_heads, capacity, head_dim]: what is read from one capacity lands right in another."""
+    small, large = (opened(kv_type="f16", context=context).model for context in (12, 200))
+    small.prefill(tokens(12))
+    data = iter(list(small.read_cache(12)))
+    large.write_cache(12, lambda count: next(data))
+    for old, new in zip(small.caches, large.caches, strict=True):
+        for before, after in zip(old, new, strict=True):
+            want = small.gpu.read(before, np.uint16, before.size // 2).reshape(2, 12, 16)
+            assert want.any()
+            assert np.array_equal(large.gpu.read(after, np.uint16, after.size // 2).reshape(2, 200, 16)[:, :12], want)
+
+
+def test_what_the_device_holds_at_a_time_is_bounded(opened, cache, monkeypatch):
+    """Writes pile up on the host until they are submitted: not more than STAGING bytes of them."""
+    llama = opened(kv_type="f32", context=64)
+    read(llama, tokens(60))
+    llama.save_prompt(cache)
+    submitted = []
+    monkeypatch.setattr("llamagpu.gpu.device.STAGING", 4 * 60 * 64)  # heads of 16 f32
+    queue = llama.gpu.device.queue
+    submit = type(queue).submit
+    monkeypatch.setattr(type(queue), "submit", lambda self, work: submitted.append(work) or submit(self, work))
+    llama.load_prompt(cache)
+    assert len(submitted) == 2  # 8 heads
+
+
+# Damage
+
+
+@pytest.fixture
+def saved(opened, cache) -> tuple[Llama, bytes]:
+    llama = opened(kv_type="f16")
+    read(llama, tokens(5))
+    llama.save_prompt(cache)
+    return llama, cache.read_bytes()
+
+
+def refused(llama: Llama, cache: Path, raw: bytes) -> str:
+    cache.write_bytes(raw)
+    with pytest.raises(BadFile) as caught:
+        llama.load_prompt(cache)
+    error = caught.value
+    assert error.exit_code == 1 and error.cause.startswith(f"{cache}: ") and error.cause.isprintable()
+    assert error.remedy == "delete it, or name another file"
+    return error.cause
+
+
+def test_a_flipped_bit_anywhere(saved, cache):
+    llama, raw = saved
+    rng = np.random.default_rng(0)
+    for at in [*range(300), *range(300, len(raw), 5), *range(len(raw) - 40, len(raw))]:
+        spoilt = bytearray(raw)
+        spoilt[at] ^= 1 << rng.integers(8)
+        refused(llama, cache, bytes(spoilt))
+    cache.write_bytes(raw)
+    assert llama.load_prompt(cache) == 5
+
+
+def test_any_other_length(saved, cache):
+    llama, raw = saved
+    for length in [*range(300), *range(300, len(raw), 11), len(raw) - 1]:
+        assert "damaged or cut short" in refused(llama, cache, raw[:length])
+    for more in (b"\0", raw[-32:], raw):
+        assert "damaged" in refused(llama, cache, raw + more)
+
+
+def test_made_up_headers(saved, cache):
+    """Sizes that the file cannot have, and JSON that is none of ours, before anything is allocated for them."""
+    llama, raw = saved
+    magic, version, length, count = prompt_cache.PREFIX.unpack_from(raw)
+    body = raw[prompt_cache.PREFIX.size :]
+    made = json.loads(body[:length])
+
+    def with_json(text: bytes) -> bytes:
+        return prompt_cache.PREFIX.pack(magic, version, len(text), count) + text + body[length:]
+
+    for fields in ((length, 0), (length, 2**32 - 1), (2**32 - 1, count), (0, count), (5000, count)):
+        refused(llama, cache, prompt_cache.PREFIX.pack(magic, version, *fields) + body)
+    deep = b"[" * 4000
+    for text in (b"[]", b"1", b"null", b"{}", b"\xff", deep, json.dumps(made | {"model": ["x"]}).encode()):
+        refused(llama, cache, with_json(text))
+    said = refused(llama, cache, with_json(json.dumps(made | {"precision": "\x1b[2J" * 99}).encode()))
+    assert len(said) < 400
+    assert "format 2, not 1" in refused(llama, cache, prompt_cache.PREFIX.pack(magic, 2, length, count) + body)
+    for other in (b"", b"GGUF", b"hello " * 30, bytes(1000)):
+        assert "prompt cache" in refused(llama, cache, other)
+
+
+def test_after_a_refusal_the_prompt_is_read(saved, cache):
+    """Half of a damaged file is on the device already when its end is found wrong."""
+    llama, raw = saved
+    prompt = tokens(20)
+    llama.model.truncate(0)
+    want = read(llama, prompt)
+    refused(llama, cache, raw[:-40] + b"\x01" * 40)
+    assert not llama.model.history
+    assert read(llama, prompt).tobytes() == want.tobytes()
+    refused(llama, cache, b"not one at all, and nothing was touched")
+    assert llama.model.history == prompt
+
+
+# Another model, other settings
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 1},
+        {"rope_theta": 10001.0},
+        {"kind": "F16"},
+        {"tied": False},
+        {"rope_freqs": np.full(8, 2.0)},
+        {"metadata": {"llama.attention.sliding_window": 5}},
+        {"metadata": {"llama.attention.layer_norm_rms_epsilon": 2e-5}},
+        {"metadata": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}},
+        {"vocab": 2000, "seed": 2},
+    ],
+    ids=str,
+)
+def test_another_model(saved, opened, cache, other):
+    _, raw = saved
+    assert "was made with another model" in refused(opened(model=other, kv_type="f16"), cache, raw)
+
+
+def test_a_part_of_every_large_tensor_counts(opened, cache, tmp_path, gpu):
+    """Weights that differ in one tensor of 256 KiB, as after training it further."""
+    llama = opened(model={"vocab": 1024}, kv_type="f16")
+    read(llama, tokens(5))
+    llama.save_prompt(cache)
+    keys, tensors = tiny_parts(vocab=1024)
+    kind, shape, data = tensors["token_embd.weight"]
+    assert len(data) > prompt_cache.WHOLE_BYTES
+    tensors["token_embd.weight"] = (kind, shape, (np.frombuffer(data, "<f4") * np.float32(1.01)).tobytes())
+    with Llama(write_gguf(tmp_path / "further.gguf", keys, tensors), device=gpu, kv_type="f16") as other:
+        assert "was made with another model" in refused(other, cache, cache.read_bytes())
+
+
+def test_what_the_cache_does_not_depend_on(saved, opened, cache):
+    """Name of the file, chat template, context, chunk."""
+    llama, _ = saved
+    model = {"metadata": {"tokenizer.chat_template": "{{ messages[0].content }}"}}
+    with opened(model=model, kv_type="f16", context=32, chunk=4) as other:
+        assert other.load_prompt(cache) == 5
+        assert kv(other, 5) == kv(llama, 5)
+
+
+def test_other_settings(saved, opened, cache):
+    _, raw = saved
+    said = refused(opened(kv_type="f32"), cache, raw)
+    assert said.endswith("the prompt cache was made with cache type 'f16', and this run has f32")
+    flat = opened(kv_type="f32")
+    read(flat, tokens(5))
+    flat.save_prompt(cache)
+    said = refused(opened(images=True), cache, cache.read_bytes())
+    assert said.endswith("made with layout 'buffers', and this run has images")
+    fast = opened(model=WIDE, kv_type="f16", precision="fast")
+    assert fast.precision == "fast"
+    read(fast, tokens(5))
+    fast.save_prompt(cache)
+    said = refused(opened(model=WIDE, kv_type="f16", precision="high"), cache, cache.read_bytes())
+    assert said.endswith("made with precision 'fast', and this run has high")
+
+
+def test_a_context_too_small(saved, opened, cache):
+    with pytest.raises(DoesNotFit, match="holds 5 tokens, and the context 4") as caught:
+        opened(kv_type="f16", context=4).load_prompt(cache)
+    assert caught.value.remedy
+
+
+def test_memory_is_planned_first(saved, opened, cache, monkeypatch):
+    monkeypatch.setattr("llamagpu.engine.generate.FIRST_CONTEXT", 4)
+    llama = opened(kv_type="f16")
+    monkeypatch.setattr("llamagpu.engine.memory.memory_limit", lambda gpu: llama.memory.total)
+    with pytest.raises(DoesNotFit, match="the model needs"):
+        llama.load_prompt(cache)
+
+
+def test_packed_files(gpu, cache, tmp_path):
+    """All of a packed file's matrices count, which `tensors` does not show."""
+    files = []
+    for seed in (0, 1):
+        source = open_source(str(tiny_llama(tmp_path / f"{seed}.gguf", kind="Q4_0", seed=seed)))
+        files.append(tmp_path / f"{seed}.safetensors")
+        convert(source, files[-1], plan(source, "packed"))
+    with Llama(files[0], device=gpu) as llama:
+        want = read(llama, tokens(9))
+        llama.save_prompt(cache)
+    with Llama(files[0], device=gpu) as llama:
+        assert llama.load_prompt(cache) == 9
+        llama.model.truncate(0)
+        assert read(llama, tokens(9)).tobytes() == want.tobytes()
+    with Llama(files[1], device=gpu) as llama:
+        assert "was made with another model" in refused(llama, cache, cache.read_bytes())
+
+
+# Files that cannot be read or written
+
+
+def test_not_a_file(saved, cache, tmp_path):
+    llama, _ = saved
+    os.mkfifo(tmp_path / "pipe")
+    for wrong, said in ((tmp_path / "pipe", "regular file"), (tmp_path, "regular file")):
+        with pytest.raises(BadFile, match=said):
+            llama.load_prompt(wrong)
+        with pytest.raises(LlamaGpuError, match=f"cannot write .*{said}"):
+            llama.save_prompt(wrong)
+    for wrong in (tmp_path / "none", tmp_path / "none" / "none", tmp_path / ("x" * 300)):
+        with pytest.raises(BadFile, match="cannot read"):
+            llama.load_prompt(wrong)
+    assert (tmp_path / "pipe").is_fifo() and left(cache) == ["prompt"]
+
+
+def test_nothing_read_yet(opened, cache):
+    with pytest.raises(LlamaGpuError, match="no prompt to save") as caught:
+        opened().save_prompt(cache)
+    assert caught.value.remedy and not left(cache)
+
+
+def test_the_file_before_stays_until_the_new_one_is_whole(saved, cache):
+    llama, raw = saved
+
+    def stop(done: int, total: int) -> None:
+        assert left(cache) == [".prompt.part", "prompt"] and 0 < done <= total
+        if done > 50:
+            raise KeyboardInterrupt
+
+    read(llama, tokens(50))
+    with pytest.raises(KeyboardInterrupt):
+        llama.save_prompt(cache, progress=stop)
+    assert left(cache) == ["prompt"] and cache.read_bytes() == raw
+
+
+def test_two_runs_for_one_file(saved, cache):
+    llama, _ = saved
+    read(llama, tokens(50))
+
+    def other(done: int, total: int) -> None:
+        if not cache.exists():
+            llama.save_prompt(cache, 20)
+
+    cache.unlink()
+    llama.save_prompt(cache, progress=other)
+    assert left(cache) == ["prompt"] and llama.load_prompt(cache) == 20
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf", context=4096)
+
+
+def test_generate_twice(run, model, cache):  # noqa: F811
+    args = ["generate", "-m", model, "-n", 20, *RANDOM]
+
+    def result(text: str, *more: object) -> dict[str, Any]:
+        found = run(*args, "-p", text, "--prompt-cache", cache, "--json", *more)
+        assert found.code == 0 and left(cache) == ["prompt"]
+        return found.json
+
+    def written() -> tuple[int, int]:
+        return cache.stat().st_ino, cache.stat().st_mtime_ns
+
+    text = "the quick brown fox jumps"
+    plain = run(*args, "-p", text, "--json").json
+    count = len(plain["prompt_ids"])
+    first = result(text)
+    assert first["ids"] == plain["ids"] and first["timings"]["cached_tokens"] == 0
+    before = written()
+    again = result(text)
+    assert again["ids"] == plain["ids"] and again["timings"]["cached_tokens"] == count - 1
+    assert result(text[:9])["timings"]["cached_tokens"] == len(result(text[:9])["prompt_ids"]) - 1
+    assert written() == before  # it holds all of these prompts
+    longer = result(text + " over the lazy dog")
+    assert longer["timings"]["cached_tokens"] == count
+    assert longer["ids"] == run(*args, "-p", text + " over the lazy dog", "--json").json["ids"]
+    assert written() != before
+    said = run(*args, "-p", text + " over the lazy dog", "--prompt-cache-file", cache).err
+    assert f"prompt {len(longer['prompt_ids'])} tokens ({len(longer['prompt_ids']) - 1} from the cache), " in said
+    other = result("the quick brown dog")
+    assert 10 < other["timings"]["cached_tokens"] < count
+    assert result("the quick brown dog", "-ub", 2)["timings"]["cached_tokens"] == len(other["prompt_ids"]) - 1
+
+
+def test_only_the_prompt(run, model, cache):  # noqa: F811
+    result = run("generate", "-m", model, "-p", "a b c", "-n", 0, "--prompt-cache", cache)
+    assert result.code == 0 and result.out == b"\n"
+    env = {"LLAMAGPU_PROMPT_CACHE": str(cache)}
+    found = run("generate", "-m", model, "-p", "a b c d", "-n", 4, "--json", **env).json
+    assert found["timings"]["cached_tokens"] == len(found["prompt_ids"]) - 2
+    single = cache.with_name("single")
+    assert run("generate", "-m", model, "-p", "", "-n", 1, "--prompt-cache", single).code == 0
+    assert run("generate", "-m", model, "-p", "", "-n", 1, "--prompt-cache", single).code == 0 and single.exists()
+
+
+def test_read_only(run, model, cache):  # noqa: F811
+    args = ["generate", "-m", model, "-n", 4, "--prompt-cache-ro", "--json"]
+    assert run(*args, "-p", "a b").code == 2
+    missing = run(*args, "-p", "a b", "--prompt-cache", cache)
+    assert missing.code == 1 and "No such file" in missing.err and not left(cache)
+    assert run("generate", "-m", model, "-n", 4, "-p", "a b", "--prompt-cache", cache).code == 0
+    raw = cache.read_bytes()
+    found = run(*args, "-p", "a b c d", "--prompt-cache", cache)
+    assert found.code == 0 and found.json["timings"]["cached_tokens"] > 3
+    assert cache.read_bytes() == raw and left(cache) == ["prompt"]
+
+
+def test_refused_files(run, model, cache):  # noqa: F811
+    args = ["generate", "-m", model, "-p", "a b", "-n", 4, "--prompt-cache", cache, "-q"]
+    assert run(*args).code == 0
+    raw = cache.read_bytes()
+    half = "f16" if b'"f32"' in raw else "f32"
+    cases = [(raw[:-1], [], 1, "damaged"), (b"text", [], 1, "prompt cache"), (raw, ["-ctk", half], 1, "cache type")]
+    for content, more, code, said in [*cases, (raw, ["-c", 4], 5, "context")]:
+        cache.write_bytes(content)
+        result = run(*args, *more)
+        assert (result.code, result.out) == (code, b"") and said in result.err
+        cause, remedy = result.err.splitlines()
+        assert cause.startswith("error: ") and remedy.startswith("       ")
+        assert cache.read_bytes() == content and left(cache) == ["prompt"]
+
+
+def test_folders_that_cannot_be_written(run, model, cache, monkeypatch):  # noqa: F811
+    """Said before the prompt is read."""
+    args = ["generate", "-m", model, "-p", "a b", "-n", 4]
+    result = run(*args, "--prompt-cache", cache / "none" / "prompt")
+    assert (result.code, result.out) == (1, b"") and "no such folder" in result.err
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    result = run(*args, "--prompt-cache", cache)
+    assert (result.code, result.out) == (1, b"") and "no permission" in result.err
+
+
+def test_full_disk(run, model, cache, monkeypatch):  # noqa: F811
+    """The text comes all the same; then one line, and nothing is left."""
+    args = ["generate", "-m", model, "-p", "a b", "-n", 9, *RANDOM]
+    want = run(*args).out
+    usage = shutil.disk_usage(cache.parent)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        result = run(*args, "--prompt-cache", cache, "-q")
+    assert (result.code, result.out) == (1, want) and "error: no space left" in result.err
+    assert len(result.err.splitlines()) == 2 and not left(cache)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # fails in the middle of writing
+    try:
+        result = run(*args, "--prompt-cache", cache, "-q", "--json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.code == 1 and result.json["text"].encode() + b"\n" == want
+    assert os.strerror(errno.EFBIG) in result.err and not left(cache)
+
+
+def test_interrupted_while_it_saves(run, model, cache, monkeypatch):  # noqa: F811
+    plain = Llama.save_prompt
+
+    def save(self: Llama, path: Path, count: int, progress: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        plain(self, path, count, progress)
+
+    monkeypatch.setattr(Llama, "save_prompt", save)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a background job it is ignored
+    try:
+        result = run("generate", "-m", model, "-p", "a b", "-n", 4, "--prompt-cache", cache)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.code == 130 and result.out and result.err.endswith("interrupted\n") and not left(cache)
+
+
+def test_interrupted_while_it_reads(model, cache, tmp_path):
+    prompt = tmp_path / "long.txt"
+    prompt.write_text("a b " * 900)
+    process = start("generate", "-m", model, "-f", prompt, "-n", 9, "-ub", 1, "-v", "--prompt-cache", cache)
+    wait_for(process.stderr, b"seed ")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    assert finish(process).code == 130 and not left(cache)
+
+
+def test_interrupted_text(run, model, cache):  # noqa: F811
+    """The prompt was read: the next run has it."""
+    args = ["-n", 4000, "--ignore-eos", "--top-k", 1, "--temp", 1, "--prompt-cache", cache]
+    process = start("generate", "-m", model, "-p", "a b c", *args)
+    assert os.read(process.stdout.fileno(), 1)
+    process.send_signal(signal.SIGINT)
+    assert finish(process).code == 130 and left(cache) == ["prompt"]
+    found = run("generate", "-m", model, "-p", "a b c", "-n", 1, "--json", "--prompt-cache", cache)
+    assert found.json["timings"]["cached_tokens"] == len(found.json["prompt_ids"]) - 1
