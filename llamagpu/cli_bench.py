@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from llamagpu import options as o
-from llamagpu.terminal import Usage, bar, interruptible, note, out
+from llamagpu.terminal import Usage, bar, interruptible, note, out, status
 
 if TYPE_CHECKING:
     from llamagpu.tools.bench import Source
@@ -122,20 +123,21 @@ def bench(
     settings = Settings(repetitions, delay, not no_warmup, precision, device)
     rows: list[report.Row] = []
     profiles: list[Profile] = []
-    for write, printer in printers:
-        write(printer.header())
     with interruptible() as check:
         for source in chosen:
+            status(f"{source}: preparing", quiet)
             probe = roofline_probe(source, profiles) if plot else None
-            measured = measure(source, tests, settings, check, bar("loading", quiet, check), probe)
+            tick = counting(check, f"{source}: run", quiet)
+            measured = measure(source, tests, settings, tick, bar("loading", quiet, check), probe)
             for row in announced(measured, source, len(tests), progress):
+                status("", quiet)
+                for write, printer in printers:  # an error before the first row stands alone
+                    write(("" if rows else printer.header()) + printer.row(row))
                 rows.append(row)
-                for write, printer in printers:
-                    write(printer.row(row))
                 if not quiet:
                     note(report.aside(row))
     for write, printer in printers:
-        write(printer.footer())
+        write(("" if rows else printer.header()) + printer.footer())
     if verbose and output == "md":
         out("\n" + report.table(report.DETAILS, [report.details(row) for row in rows], left=2))
         out("".join(f"\n{line}\n" for line in dict.fromkeys(map(report.conditions, rows))))
@@ -146,6 +148,17 @@ def bench(
 def err(text: str) -> None:
     if sys.stderr is not None:
         print(text, end="", file=sys.stderr, flush=True)
+
+
+def counting(check: Callable[[], None], label: str, quiet: bool) -> Callable[[], None]:
+    """`check`, which every run of a test calls; a test may take minutes, and somebody may be waiting."""
+    runs = count(1)
+
+    def tick() -> None:
+        check()
+        status(f"{label} {next(runs)}", quiet)
+
+    return tick
 
 
 def announced(rows: Iterator[Any], source: "Source", count: int, wanted: bool) -> Iterator[Any]:

@@ -62,15 +62,19 @@ def result(run: "Generation") -> dict[str, Any]:
 
 def summary(run: "Generation") -> str:
     t = run.timings
-    full = f" | the context of {run.llama.limit} is full" if run.finish_reason == "context" else ""
-    end = " | interrupted" if run.finish_reason == "interrupted" else full
     kept = f" ({t.cached_tokens} from the cache)" if t.cached_tokens else ""
-    return (
-        f"load {run.llama.load_times.total_s:.2f} s"
-        f" | prompt {t.prompt_tokens} tokens{kept}, {t.prefill_tps:.1f} tok/s"
-        f" | first token {t.first_token_s:.2f} s"
-        f" | {t.tokens} tokens, {t.decode_tps:.1f} tok/s{end}"
-    )
+    said = [f"load {run.llama.load_times.total_s:.2f} s"]
+    speed = f", {t.prefill_tps:.1f} tok/s" if t.prefill_s else ""
+    said.append(f"prompt {t.prompt_tokens} tokens{kept}{speed}")
+    if t.tokens:
+        said.append(f"first token {t.first_token_s:.2f} s")
+    if t.tokens > 1:
+        said.append(f"{t.tokens} tokens, {t.decode_tps:.1f} tok/s")
+    if run.finish_reason == "context":
+        said.append(f"the context of {run.llama.limit} is full")
+    if run.finish_reason == "interrupted":
+        said.append("interrupted")
+    return " | ".join(said)
 
 
 def converse(

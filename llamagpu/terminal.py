@@ -59,16 +59,21 @@ def on_terminal() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
+def status(text: str, quiet: bool) -> None:
+    """A line on stderr that the next one replaces, on a terminal only; empty: the line is cleared."""
+    if not quiet and sys.stderr is not None and on_terminal():
+        sys.stderr.write(f"\r\033[K{text}")
+        sys.stderr.flush()
+
+
 def bar(label: str, quiet: bool, check: Callable[[], None]) -> Callable[[int, int], None]:
     """A progress line on stderr: on a terminal, after half a second. It is also where Ctrl-C acts."""
-    shown = not quiet and sys.stderr is not None and on_terminal()
     started = time.perf_counter()
 
     def show(done: int, total: int) -> None:
         check()
-        if shown and time.perf_counter() - started > 0.5:
-            sys.stderr.write("\r\033[K" if done == total else f"\r\033[K{label} {done}/{total}")
-            sys.stderr.flush()
+        if time.perf_counter() - started > 0.5:
+            status("" if done == total else f"{label} {done}/{total}", quiet)
 
     return show
 

@@ -66,7 +66,7 @@ make_venv() {
         "$PYTHON" -m venv "$VENV" >"$log" 2>&1 || install_failed "$log"
     fi
     touch "$VENV/.unfinished"
-    printf %s " installing packages ..." >&2
+    printf %s " installing packages (half a minute or so) ..." >&2
     # A user's pip settings count (index, proxy), but for those that put packages elsewhere.
     (cd "$ROOT" && unset PIP_TARGET PIP_PREFIX PIP_ROOT && export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 &&
         "$VENV/bin/python" -P -m pip install --editable ".$extras") >"$log" 2>&1 </dev/null || install_failed "$log"
@@ -97,24 +97,30 @@ usable() {
 
 install_failed() {
     rm -f "$VENV/.unfinished"  # pip undoes what it had begun
+    local remedy='Check `pip config list`, then try again' cause
+    cause=$(grep -E '^ *(ERROR|OSError|error):' "$1" | grep -v subprocess-exited | tail -n 1 | sed 's/^ *//') || true
+    if grep -q 'No space left' "$1"; then
+        cause='no space left on the disk' remedy='Free some (200 MB), then try again'
+    elif grep -qE 'NewConnection|NameResolution|ConnectTimeout|ReadTimeout|ProxyError' "$1"; then
+        cause='the package index does not answer' remedy='Check the network and pip'"'"'s proxy settings, then try again'
+    fi
     printf '\n' >&2
-    grep -E '^ *(ERROR|OSError|error):' "$1" | grep -v subprocess-exited | tail -n 3 >&2 || true
-    die "set-up failed; the whole log is $1. Check the network and \`pip config list\`, then try again"
+    die "set-up failed: ${cause:-see the log}. $remedy; the whole log is $1"
 }
 
 # No adapter is no reason to stop: some commands need none, and the others say so themselves.
 check_adapter() {
     if [ -f "$VENV/.adapter" ] && [ "$(<"$VENV/.adapter")" = "$(drivers)" ]; then return; fi
-    if has_adapter || { install_mesa && has_adapter; }; then
-        { drivers >"$VENV/.adapter"; } 2>/dev/null || true
-        return
-    fi
-    local how
+    local how sudo='sudo ' found=''
+    [ "$(id -u)" != 0 ] || sudo=
+    if has_adapter || { install_mesa && has_adapter; }; then found=yes; fi
+    { drivers >"$VENV/.adapter"; } 2>/dev/null || true  # not asked again, and said once, until the drivers change
+    [ -z "$found" ] || return 0
     say "no WebGPU adapter was found: install your GPU's Vulkan driver, or Mesa's software driver with"
     for how in 'apt-get install mesa-vulkan-drivers' 'dnf install mesa-vulkan-drivers vulkan-loader' \
         'pacman -S vulkan-swrast vulkan-icd-loader' 'zypper install libvulkan_lvp libvulkan1' \
         'apk add mesa-vulkan-swrast vulkan-loader'; do
-        ! command -v "${how%% *}" >/dev/null || say "    $how"
+        ! command -v "${how%% *}" >/dev/null || say "    $sudo$how"
     done
 }
 
@@ -137,7 +143,7 @@ install_mesa() {
     if "${apt[@]}" install -y --no-install-recommends libvulkan1 mesa-vulkan-drivers >>"$log" 2>&1 </dev/null; then
         printf ' done\n' >&2
     else
-        printf ' failed (%s)\n' "$log" >&2
+        printf ' failed (%s): %s\n' "$log" "$(grep -m 1 '^E:' "$log" || echo 'no reason was given')" >&2
         return 1
     fi
 }

@@ -234,6 +234,12 @@ def test_one_line_of_summary(run, gpu, model):
         assert part in lines[0]
 
 
+@pytest.mark.parametrize("tokens, parts", [(0, 2), (1, 3), (2, 4)])
+def test_summary_says_nothing_of_speeds_that_nobody_measured(run, model, tokens, parts):
+    line = run("generate", "-m", model, "-p", "a b", "-n", tokens, *RANDOM).err.splitlines()[-1]
+    assert line.count("|") == parts - 1 and "0.0 tok/s" not in line
+
+
 def test_software_adapter_is_named_once(run, gpu, model):
     for command in (["generate", "-p", "a", "-n", 1], ["generate", "-p", "a", "-n", 1, "--json"]):
         result = run(*command, "-m", model)
@@ -270,7 +276,7 @@ def test_stop(run, model):
 
 def test_nothing_to_write(run, model):
     result = run("generate", "-m", model, "-p", "a b", "-n", 0)
-    assert result.code == 0 and result.out == b"\n" and "0 tokens" in result.err
+    assert result.code == 0 and result.out == b"\n" and "| prompt 5 tokens, " in result.err
 
 
 def test_context_end(run, model):
@@ -345,10 +351,11 @@ def test_prompt_file_that_is_not_there(run, model, tmp_path):
 
 def test_no_adapter(model):
     nowhere = {"VK_ICD_FILENAMES": "/nonexistent", "VK_DRIVER_FILES": "/nonexistent"}
-    for command in (["generate", "-m", model, "-p", "x"], ["devices"]):
+    for command in (["generate", "-m", model, "-p", "x"], ["devices"], ["bench", "--synthetic", "tiny"]):
         result = finish(start(*command, env=nowhere))
         assert result.code == 3 and not result.out
         assert "no WebGPU adapter" in result.err and "mesa-vulkan-drivers" in result.err
+        assert "finds no driver" in result.err or sys.platform != "linux"
 
 
 def test_device_by_name(run, gpu, model):
@@ -473,7 +480,7 @@ def test_interrupted_while_it_reads_the_prompt(model, tmp_path):
     process.send_signal(signal.SIGINT)
     result = finish(process)
     assert result.code == 130 and result.out == b"\n"
-    assert " 0 tokens, " in result.err and "| interrupted" in result.err
+    assert "| prompt 3602 tokens | interrupted" in result.err
 
 
 def test_interrupted_while_it_loads(tmp_path):
@@ -551,6 +558,14 @@ def test_progress_on_a_terminal_only(model, tmp_path):
     assert result.code == 0 and "\r\x1b[Kchunks " in result.err and result.err.endswith("\x1b[K")
     assert result.out.startswith(b"PPL = ") and b"\r" not in result.out
     assert "chunks" not in terminal(*args, TERM="dumb").err
+
+
+def test_bench_shows_that_it_works(model):
+    args = ["bench", "-m", model, "-p", 4, "-n", 0, "-r", 2]
+    result = terminal(*args)
+    assert result.code == 0 and f"{model}: preparing" in result.err and f"{model}: run 2" in result.err
+    assert b"pp4" in result.out and b"\r" not in result.out
+    assert "run" not in terminal(*args, "-q").err
 
 
 def test_no_colours(model):

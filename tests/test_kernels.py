@@ -434,7 +434,7 @@ def test_logits_and_candidates(any_gpu, route, case):
 
 
 def rows_of(route: Route) -> int:
-    own = ops.settings(route)
+    own = shaders.constants(route.kernel) | route.consts
     return 2 * own["PAIRS"] * own["WORKGROUP"] // own["LANES"]  # that a workgroup makes
 
 
@@ -707,6 +707,29 @@ def test_attend_tile(gpu, case, rough, i8):
         run(gpu, plan, m, pos)
         want = attended(q, k, v, m, pos, case.window)
         check_attended(gpu.read(y, np.float32, size + 4), want, i8, ROUGH if rough else F32)
+
+
+LONGEST = [
+    *((r, d) for r in (*routes.ATTEND, baselines.ATTEND_STRIDED) for d in (64, 256) if r.kernel != "attend_any"),
+    *((routes.ATTEND[-1], d) for d in (6, 130, 260)),
+]
+
+
+@pytest.mark.parametrize("route, d", LONGEST, ids=lambda x: x if isinstance(x, int) else x.kernel)
+def test_attend_over_the_longest_context(any_gpu, route, d):
+    """As far as a CPU adapter may look back: llvmpipe ends loops after 65535 turns, without a word. Equal scores:
+    the result is the mean of the values."""
+    gpu, m = any_gpu, 33 if route.kernel == "attend_tile" else 1
+    table = only(gpu, route, Heads(d, 1, 1, kv_f32=True, m=m))
+    positions = routes.most_positions(d, replace(gpu.caps, cpu=True), images=False)
+    values = np.arange(-(-positions // 4) * 4, dtype=np.float32) / positions
+    q, pos, y = np.zeros((m, 1, d), np.float32), positions - m, gpu.zeros(m * d * 4, "y")
+    caches = gpu.zeros(values.nbytes * d, "k"), gpu.upload(np.repeat(values, d), "v")
+    at, stats = step(gpu, m, pos, len(values)), gpu.zeros(16, "stats")
+    qs = gpu.upload(q, "q")
+    run(gpu, [ops.attend(gpu, config(1, 1, d), qs, *caches, y, m, at, True, table, stats=stats)], m, pos)
+    want = np.array([[values[: pos + t + 1].mean(dtype=np.float64)] * d for t in range(m)])
+    assert_close(gpu.read(y, np.float32, m * d).reshape(m, d), want, 1e-8, 1e-4, f"{positions} positions")
 
 
 FOLDED_ATTEND = [r for r in routes.ATTEND if r.grid is routes.values]

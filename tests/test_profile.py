@@ -51,10 +51,12 @@ def test_times(found):
         assert f"{phase.plain_ns / 1e3:.1f} us without" in phase.overhead
 
 
-def test_layers_and_operations(found):
+def test_layers_and_operations(found, gpu):
     for phase in found.phases:
         ops = {i: {s.op for s in phase.slices if s.layer == i} for i in range(LAYERS)}
-        wanted = {"attn_norm", "qkv", "attention", "attn_output", "ffn_norm", "gate_up", "ffn_down"}
+        wanted = {"qkv", "attention", "attn_output", "gate_up", "ffn_down"}
+        if phase is found.phases[0] or not gpu.caps.cpu:  # a CPU adapter normalises one token inside the linears
+            wanted |= {"attn_norm", "ffn_norm"}
         assert all(wanted <= found for found in ops.values()), ops
         assert {s.op for s in phase.slices if s.layer is None} >= {"output_norm", "output"}
     assert "choice" in {s.op for s in found.phases[1].slices}

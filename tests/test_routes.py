@@ -238,3 +238,16 @@ def test_the_tables_need_no_gpu():
     imported = {name.name for node in ast.walk(source) if isinstance(node, ast.Import) for name in node.names}
     imported |= {str(node.module) for node in ast.walk(source) if isinstance(node, ast.ImportFrom)}
     assert imported <= {"collections.abc", "dataclasses"}
+
+
+def test_scalar_takes_the_last_rows():
+    scalar = replace(GPU, scalar=True)
+    assert pick(routes.LINEAR, Linear(1, 64, 64, 32, "q4"), scalar).kernel == "linear_any"
+    assert pick(routes.LINEAR, Linear(9, 64, 64, 32, "q4", "i8"), scalar).kernel == "linear_gemm_i8"  # the rest cannot
+    assert pick(routes.ATTEND, 64, 1, scalar).kernel == "attend_any"
+    assert not routes.tileable(64, 64, 64, 64, [], replace(CPU, scalar=True))
+
+
+@pytest.mark.parametrize("subgroup, lanes", [(0, 8), (4, 4), (8, 8), (16, 16), (32, 8)])
+def test_a_vector_is_a_subgroup(subgroup, lanes):
+    assert routes.vector(replace(CPU, subgroup=subgroup)) == lanes

@@ -1,6 +1,7 @@
 """The set-up scripts; stand-ins for venv, pip and apt-get note what they were asked."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ case "$*" in
     *wgpu*) [ -e "$LOG.adapter" ]; exit ;;
     *"-m venv "*) echo venv >>"$LOG"; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
     *"pip install"*) echo "pip ${{@: -1}} user=$PIP_USER" >>"$LOG"; sleep "${{SLOW:-0}}"
-        if [ -e "$LOG.broken" ]; then echo "ERROR: No matching distribution found"; exit 1; fi
+        if [ -e "$LOG.broken" ]; then cat "$LOG.broken"; exit 1; fi
         printf '#!/bin/sh\\nprintf "<%%s>" "$@"\\n[ ! -e /dev/fd/9 ] || echo leaked\\nexit 5\\n' \\
             >"$(dirname "$0")/llamagpu"
         chmod +x "$(dirname "$0")/llamagpu" ;;
@@ -94,7 +95,7 @@ def test_syntax(script):
 def test_first_run_sets_up_and_the_second_is_silent(checkout):
     code, out, err = checkout.run("generate", "-p", "Once upon  a time", "*", "")
     assert (code, out) == (5, "<generate><-p><Once upon  a time><*><>")
-    assert err.count("\n") == 1 and "installing packages ... done" in err
+    assert err.count("\n") == 1 and "installing packages (half a minute or so) ... done" in err
     assert checkout.noted() == ["venv", "pip . user=0"]
 
     started = time.perf_counter()
@@ -156,10 +157,11 @@ def test_two_runs_at_once_install_once(checkout):
 
 
 def test_failed_install(checkout):
-    checkout.broken.touch()
+    checkout.broken.write_text("ERROR: No matching distribution found\n")
     code, out, err = checkout.run("x")
     assert (code, out) == (1, "")
-    assert "No matching distribution" in err and "Check the network" in err and "install.log" in err
+    assert "ERROR: No matching distribution found. Check `pip config list`" in err and "install.log" in err
+    assert err.count("\n") == 2  # what it does, what went wrong
     checkout.broken.unlink()
     assert checkout.run("x")[:2] == (5, "<x>")
 
@@ -211,10 +213,30 @@ def test_adapter_missing_and_no_rights(checkout):
     executable(checkout.bin / "sudo", "#!/bin/sh\nexit 1\n")
     code, out, err = checkout.run("x")
     assert (code, out) == (5, "<x>")  # not every command needs an adapter
-    assert "    apt-get install mesa-vulkan-drivers" in err and "installing Mesa" not in err
+    assert "    sudo apt-get install mesa-vulkan-drivers" in err and "installing Mesa" not in err
     assert not [line for line in checkout.noted() if line.startswith("apt-get")]
-    checkout.adapter.touch()
-    assert checkout.run("x") == (5, "<x>", "")
+    assert checkout.run("x") == (5, "<x>", "")  # said once; a command that needs an adapter says so itself
+
+
+def test_mesa_cannot_be_installed(checkout):
+    checkout.adapter.unlink()
+    executable(checkout.bin / "apt-get", '#!/bin/sh\necho tried >>"$LOG"; echo "E: no such package"; exit 100\n')
+    assert "failed" in (err := checkout.run("x")[2]) and "E: no such package" in err
+    assert checkout.noted()[2:] == ["tried", "tried"]
+    assert checkout.run("x") == (5, "<x>", "") and checkout.noted() == []
+
+
+@pytest.mark.parametrize(
+    "said, told",
+    [
+        ("OSError: [Errno 28] No space left on device", "no space left on the disk. Free some"),
+        ("WARNING: NewConnectionError(...)\nERROR: No matching distribution", "does not answer. Check the network"),
+        ("", "see the log. Check"),
+    ],
+)
+def test_why_the_install_failed(checkout, said, told):
+    checkout.broken.write_text(said)
+    assert told in checkout.run("x")[2]
 
 
 def test_checkout_that_cannot_be_written(checkout, tmp_path):
@@ -239,7 +261,8 @@ def test_all_checks_run_and_the_worst_code_counts(checkout, lint, tests, worst):
     assert out.endswith("-k a b\n") and "done" in err
     assert checkout.noted() == ["venv", "pip .[test,dev] user=0"]
     assert checkout.run("x") == (5, "<x>", "")  # what the tests need covers what a run needs
-    assert checkout.run(script="scripts/test")[2] == ""
+    out, err = checkout.run(script="scripts/test")[1:]
+    assert re.search(r"^start-up: llamagpu --help \d+\.\d+ s$", out, re.M) and err == ""
     assert checkout.noted() == []
 
 

@@ -102,8 +102,9 @@ def test_linear(gpu, name, n, k, m):
 
 
 @pytest.mark.parametrize("route", routes.LINEAR_IMAGE, ids=lambda r: f"{r.kernel} {r.needs}")
-def test_every_row_of_the_linear_table(gpu, route):
+def test_every_row_of_the_linear_table(any_gpu, route):
     """Also where another row would be taken; and k that fills no stride."""
+    gpu = any_gpu
     rng, m = np.random.default_rng(0), 1 if "gemv" in route.kernel else 6
     for form, k in (("q4", 96), ("f16", 44)):
         matrix, w = matrix_of(gpu, packed(form, 32, True, 24, k, rng))
@@ -137,8 +138,22 @@ def test_linear_into_images(gpu, part, m):
     assert (got[m:] == 77.0).all()
 
 
+@pytest.mark.parametrize("k", [64, 576])
+def test_linear_of_a_normalised_token(any_gpu, k):
+    gpu, rng = any_gpu, np.random.default_rng(k)
+    matrix, w = matrix_of(gpu, packed("q4", 32, True, 40, k, rng))
+    x, weight = rng.standard_normal((2, 1, k)).astype(np.float32)
+    y = gpu.zeros(160, "y")
+    out = Out("image_store", {"y": y}, {"WIDTH": 40})
+    made, step = ops.Made({"norm": image(gpu, weight)}, {"NORM": True, "EPS": 0.5}), step_of(gpu, 1)
+    run(gpu, ops.linear(gpu, image(gpu, x), matrix, 1, out, step, table=routes.LINEAR_IMAGE, made=made), 1)
+    normed = x / np.sqrt((x.astype(np.float64) ** 2).mean() + 0.5) * weight
+    assert_close(gpu.read(y, np.float32, 40), (normed @ w.T)[0], *F32, "normalised")
+
+
 @pytest.mark.parametrize("last", [False, True])
-def test_rms_norm(gpu, last):
+def test_rms_norm(any_gpu, last):
+    gpu = any_gpu
     rng = np.random.default_rng(0)
     x, weight = (
         rng.standard_normal((3, 76)).astype(np.float32),
@@ -172,24 +187,35 @@ def test_attention(gpu, heads, m, pos, window):
     folded = image(gpu, cache.swapaxes(0, 1).reshape(fold, -1))
     y, step = image(gpu, np.full((m + 1, count * d), 77.0)), step_of(gpu, m, pos)
     scored = gpu.image(fold, (pos // 4 // fold + 1) * count, "scored")
-    shape = {"HEADS": count, "KV_HEADS": kv, "HEAD_DIM": d, "WINDOW": window, "FOLD": fold}
-    scale, images = {"SCALE": d**-0.5}, {"cache": folded, "step": step}
-    queries = image(gpu, q.reshape(m, -1))
-    groups = routes.score_groups(pos, 8)
-    if m > 1:
-        grid = (-(-m * (count // kv) // 8), kv, 1)
-        plan = [gpu.dispatch("attend_image", (), shape | scale, images | {"x": queries, "y": y}, grid)]
-    else:
-        to, at = images | {"x": queries, "y": scored}, images | {"x": scored, "y": y}
-        plan = [
-            gpu.dispatch("attend_image_scores", (), shape | scale, to, (groups, kv, 1)),
-            gpu.dispatch("attend_image_values", (), shape, at, (-(-kv * d // 64), 1, 1)),
-        ]
+    images = image(gpu, q.reshape(m, -1)), folded, scored, y
+    plan = ops.attend_image(gpu, routes.Heads(*heads), *images, m, step, window, d**-0.5, {"FOLD": fold})
     run(gpu, plan, m, pos)
     got = texels(gpu, y)
     want = attention(q.swapaxes(0, 1).astype(np.float64), k, v, np.arange(pos, pos + m), window)
     assert_close(got[:m].reshape(m, count, d).swapaxes(0, 1), want, *F32, f"{heads} at {pos}")
     assert (got[m:] == 77.0).all()
+
+
+@pytest.mark.parametrize("d", [8, 64, 128])
+def test_attention_over_the_longest_context(gpu, d):
+    """llvmpipe ends loops after 65535 turns, without a word. Equal scores: the result is the mean of the values."""
+    most, fold = routes.most_positions(d, replace(gpu.caps, cpu=True), images=True), 8192
+    values = np.arange(65600, dtype=np.float32) / 65600
+    cache = np.zeros((9 * fold, 2, d), np.float32)
+    cache[: len(values), 1] = values[:, None]
+    folded = image(gpu, cache.reshape(9, fold, -1).swapaxes(0, 1).reshape(fold, -1))
+    q, scored = image(gpu, np.zeros((2, d))), gpu.image(fold, 3, "scored")
+    for m, positions in ((2, most), (1, most), (1, len(values)), (2, len(values))):
+        pos, y = positions - m, gpu.image(d // 4, 2, "y")
+        images, step = (q, folded, scored, y), step_of(gpu, m, pos)
+        run(gpu, ops.attend_image(gpu, routes.Heads(1, 1, d), *images, m, step, 0, 1.0, {"FOLD": fold}), m, pos)
+        got = texels(gpu, y)[:m]
+        if gpu.caps.cpu and m == 2 and positions > most:
+            assert np.isnan(got).any(axis=1).all()  # it stopped early, and that shows
+        else:
+            want = np.array([[values[: pos + t + 1].mean(dtype=np.float64)] * d for t in range(m)])
+            assert_close(got, want, 1e-8, 1e-4, f"{m} tokens, {positions} positions")
+    gpu.free(folded)
 
 
 def test_embedding_of_every_form(gpu):
@@ -263,9 +289,19 @@ def test_which_models_are_tiled(gpu, tmp_path):
         Adapter.caps = cpu
 
 
-def test_a_cpu_adapter_takes_the_images(gpu):
+def test_a_cpu_adapter_takes_the_images(gpu, tmp_path):
+    """No kernel on buffers but for the choice, and the float64 reference's logits."""
     from llamagpu.engine.generate import Llama
 
-    with Llama(shared_data("tiny/stories260K-f32.gguf"), device=gpu) as llama:
-        kernels = {dispatch.label for dispatch in llama.model.plan(1).dispatches}
+    path, ids = tiny_llama(tmp_path / "m.gguf"), tokens(21)
+    with Llama(path, device=gpu) as llama:
+        llama.model.prefill(ids[:20])
+        llama.model.prefill(ids[20:])
+        logits = llama.model.read_logits()
+        kernels = {dispatch.label for m in (1, 2) for dispatch in llama.model.plan(m).dispatches}
+    assert_close(logits, Reference(GgufFile(path)).forward(ids)[-1], *F32, "logits")
     assert ("linear_image_gemv" in kernels) == gpu.caps.cpu
+    if gpu.caps.cpu:
+        attention = {"attend_image", "attend_image_scores", "attend_image_values"}
+        linear = {"linear_image", "linear_image_gemv"}
+        assert kernels == attention | linear | {"embed_image", "rms_norm_image", "argmax"}

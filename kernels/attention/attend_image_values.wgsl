@@ -1,6 +1,6 @@
 // y[head] = softmax(scores[head]) V of one token over a cache image, for adapters that are a CPU: the second half of
 // decode's attention. An invocation makes 8 dimensions for the heads that share a kv head, 4 positions at a time.
-// Needs m == 1, HEAD_DIM % 8 == 0.
+// Needs m == 1, HEAD_DIM % 8 == 0. Where llvmpipe stops the loop early (see attend_image), the result is NaN.
 struct Step { pos: u32, m: u32, capacity: u32, count: u32 }  // first position, tokens, positions a head's cache holds, tokens picked
 const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;
@@ -26,7 +26,8 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
   var top = array<f32, SHARE>();
   var total = array<f32, SHARE>();
   for (var h = 0u; h < SHARE; h++) { top[h] = -1e30; }
-  for (var p = begin / 4u; 4u * p < end; p++) {
+  var p = begin / 4u;
+  for (; 4u * p < end; p++) {
     let at = 4u * p / FOLD * 2u * KV_HEADS * QUADS + KV_HEADS * QUADS + quad;
     let row = 4u * p % FOLD;
     let v = mat4x4<f32>(textureLoad(cache, vec2<u32>(at, row)), textureLoad(cache, vec2<u32>(at, row + 1u)),
@@ -43,6 +44,10 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
       acc[h] = acc[h] * keep + v * e;
       next[h] = next[h] * keep + u * e;
     }
+  }
+  if (4u * p < end) {
+    textureStore(y, vec2<u32>(kv_head * SHARE * QUADS + quad % QUADS, 0u), vec4<f32>(bitcast<f32>(0x7FC00000u | p)));
+    return;
   }
   for (var h = 0u; h < SHARE; h++) {
     let out = (kv_head * SHARE + h) * QUADS + quad % QUADS;

@@ -103,6 +103,9 @@ class Llama:
             self.chunk = min(chunk or routes.chunk(self.gpu.caps), self.limit)
             tiles_do = suits_tiles(self.config, self.file.tensors, self.gpu)
             self.tiled = tiles_do and kv_type != "f16" and not fast
+            most = routes.most_positions(self.config.head_dim, self.gpu.caps, self.tiled)
+            if most and not context:
+                self.limit = min(self.limit, most)
             self.kv_f32 = kv_type == "f32" if kv_type else self.tiled or not self.gpu.caps.half
             first = self.limit if context else min(self.limit, FIRST_CONTEXT)
             self.memory = self.plan_memory(first)

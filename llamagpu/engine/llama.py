@@ -96,6 +96,7 @@ class Transformer:
         """Make room for `context` positions; what the cache holds is kept."""
         if context <= self.capacity:
             return
+        self.check_most(context)
         c, gpu, old = self.config, self.gpu, self.capacity
         # whole 16-byte words per head for every kernel, whatever the head_dim
         capacity = -(-context // 4) * 4
@@ -115,6 +116,12 @@ class Transformer:
         self.plans.clear()  # and then all at once: a Ctrl-C finds the old cache or the new one, whole
         self.caches, self.rope, self.capacity = caches, rope, capacity
         gpu.free(*freed)
+
+    def check_most(self, context: int) -> None:
+        most = routes.most_positions(self.config.head_dim, self.gpu.caps, self.layout == "images")
+        if most and context > most:
+            cause = f"a context of {context} is more than a CPU adapter can do with this model"
+            raise DoesNotFit(cause, f"use -c {most} or less")
 
     @property
     def kv_bytes(self) -> int:

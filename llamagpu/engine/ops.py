@@ -9,7 +9,7 @@ from llamagpu.engine.weights import Matrix
 from llamagpu.files.config import LlamaConfig
 from llamagpu.gpu import routes
 from llamagpu.gpu.device import Dispatch, Gpu
-from llamagpu.gpu.routes import Route
+from llamagpu.gpu.routes import Heads, Route
 from llamagpu.gpu.shaders import Const, constants
 
 
@@ -55,6 +55,8 @@ def parts_of(
             names.append(record)
         elif role == "tile":
             names.append(form)
+        elif role == "spread":
+            names.append("spread_subgroup" if gpu.caps.subgroup == routes.vector(gpu.caps) else "spread_plain")
         elif role == "score":
             names.insert(0, f"score_{score}")  # it may enable f16, which stands before everything
         else:
@@ -63,29 +65,32 @@ def parts_of(
 
 
 def subgroups_fit(gpu: Gpu, route: Route) -> bool:
-    size, own = gpu.caps.subgroup, settings(route)
+    size, own = gpu.caps.subgroup, settings(gpu, route)
     return size >= own.get("TOKENS", 1) * own.get("PAIRS", 1) and own.get("LANES", own["WORKGROUP"]) % size == 0
 
 
-def settings(route: Route) -> dict[str, int]:
+def settings(gpu: Gpu, route: Route) -> dict[str, int]:
     """The kernel's own tile sizes with the route's tuning on top."""
-    return constants(route.kernel) | route.consts
+    lanes = {"WORKGROUP": routes.vector(gpu.caps)} if route.vector else {}
+    return constants(route.kernel) | route.consts | lanes
 
 
 def tuning(gpu: Gpu, route: Route) -> dict[str, Const]:
     """Constants that come from the route: sizes of the workgroup and how it reduces."""
     chosen: dict[str, Const] = dict(route.consts)
     if "reduce" in route.parts:
-        own = settings(route)
+        own = settings(gpu, route)
         chosen |= {"WORKGROUP": own["WORKGROUP"], "LANES": own.get("LANES", own["WORKGROUP"])}
         if subgroups_fit(gpu, route):
             chosen["SUBGROUP"] = gpu.caps.subgroup
+    if route.vector:
+        chosen["WORKGROUP"] = settings(gpu, route)["WORKGROUP"]
     return chosen
 
 
 def at(gpu: Gpu, route: Route, shape: Any, m: int) -> Any:
     """The dispatch's grid: fixed for a plan of one token, else computed from the tokens of the step."""
-    grid = partial(route.grid, shape, settings(route), gpu.caps)
+    grid = partial(route.grid, shape, settings(gpu, route), gpu.caps)
     return grid(1, 0) if m == 1 else grid
 
 
@@ -105,7 +110,8 @@ def linear(
         if out.part == "out_logits":
             consts["BEST0"] = candidates
             candidates += workgroups(gpu, route, shape)
-        buffers = part.buffers | out.buffers | {"x": x, "bias": matrix.bias or step, "step": step}
+        # bias and norm are bound where they are not read, too
+        buffers = part.buffers | out.buffers | {"x": x, "bias": matrix.bias or step, "step": step, "norm": x}
         if made:
             consts |= made.consts
             buffers |= made.buffers
@@ -115,7 +121,7 @@ def linear(
 
 
 def workgroups(gpu: Gpu, route: Route, shape: Any) -> int:
-    return prod(route.grid(shape, settings(route), gpu.caps, 1, 0))
+    return prod(route.grid(shape, settings(gpu, route), gpu.caps, 1, 0))
 
 
 def rows_out(part: str, y: Any, matrix: Matrix) -> Out:
@@ -224,6 +230,24 @@ def attend(
     return gpu.dispatch(route.kernel, parts, consts | tuning(gpu, route), buffers, grid)
 
 
+def attend_image(
+    gpu: Gpu, heads: Heads, q: Any, cache: Any, scored: Any, y: Any, m: int, step: Any, window: int, scale: float,
+    more: dict[str, Const] | None = None,
+) -> list[Dispatch]:  # fmt: skip
+    """Attention over a cache image; for one token in two steps, with the scores in the image `scored` between them."""
+    shape = {"HEADS": heads.count, "KV_HEADS": heads.kv, "HEAD_DIM": heads.dim, "WINDOW": window} | (more or {})
+
+    def over(table: tuple[Route, ...], x: Any, to: Any, consts: dict[str, Const]) -> Dispatch:
+        route = routes.pick(table, heads, m, gpu.caps)
+        buffers = {"x": x, "cache": cache, "y": to, "step": step}
+        grid = partial(route.grid, heads, settings(gpu, route), gpu.caps)
+        return gpu.dispatch(route.kernel, parts_of(gpu, route), shape | consts | tuning(gpu, route), buffers, grid)
+
+    if m > 1:
+        return [over(routes.ATTEND_IMAGE, q, y, {"SCALE": scale})]
+    return [over(routes.ATTEND_IMAGE, q, scored, {"SCALE": scale}), over(routes.VALUES_IMAGE, scored, y, {})]
+
+
 def attend_merge(
     gpu: Gpu, config: LlamaConfig, x: Any, stats: Any, y: Any, splits: int, i8: bool, m: int = 1
 ) -> Dispatch:
@@ -249,6 +273,12 @@ def silu_mul(gpu: Gpu, y: Any, up: Any, width: int, m: int, step: Any) -> Dispat
     return gpu.dispatch(route.kernel, (), {"WIDTH": width}, buffers, at(gpu, route, width, m))
 
 
+def silu_mul_image(gpu: Gpu, gate: Any, up: Any, y: Any, width: int, m: int) -> Dispatch:
+    route = routes.SILU_MUL_IMAGE[0]
+    consts: dict[str, Const] = {"WIDTH": width} | tuning(gpu, route)
+    return gpu.dispatch(route.kernel, (), consts, {"y": y, "gate": gate, "up": up}, at(gpu, route, width, m))
+
+
 def embed(
     gpu: Gpu, tokens: Any, matrix: Matrix, y: Any, m: int, table: tuple[Route, ...] = routes.EMBED
 ) -> list[Dispatch]:
@@ -256,7 +286,7 @@ def embed(
     for part in matrix.parts:
         shape = part.shape(m)
         route = routes.pick(table, shape, gpu.caps)
-        consts = part.consts | {"N": part.n, "ROW0": part.row0}
+        consts = part.consts | tuning(gpu, route) | {"N": part.n, "ROW0": part.row0}
         buffers = part.buffers | {"tokens": tokens, "y": y}
         parts = parts_of(gpu, route, form=part.form)
         dispatches.append(gpu.dispatch(route.kernel, parts, consts, buffers, at(gpu, route, shape, m)))

@@ -22,7 +22,7 @@ _errors: dict[tuple[Any, ...], float] = {}  # by adapter: it does not change whi
 
 def use_fast(gpu: Gpu, precision: str | None) -> bool:
     """Of "fast", "high" and None: None is fast where the hardware has the means and computes rightly."""
-    packed = not gpu.caps.cpu and gpu.info["vendor_id"] in PACKED_DOT_VENDORS
+    packed = not gpu.caps.cpu and not gpu.caps.scalar and gpu.info["vendor_id"] in PACKED_DOT_VENDORS
     if precision == "high" or (precision is None and not packed):
         return False
     adapter = (gpu.info["vendor_id"], gpu.info["device_id"], gpu.info["device"], gpu.info["backend_type"])

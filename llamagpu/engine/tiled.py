@@ -15,18 +15,16 @@ from llamagpu.engine import ops, weights
 from llamagpu.engine.llama import RING, Transformer
 from llamagpu.engine.ops import Out
 from llamagpu.engine.weights import Layer, Matrix, Part, Progress, Tensors, Weights
-from llamagpu.errors import DoesNotFit
 from llamagpu.files.config import LlamaConfig, rope_table
 from llamagpu.files.repack import FORMATS, Packed, slice_rows, small
 from llamagpu.files.tiles import ROWS, tile
 from llamagpu.gpu import routes
 from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.recorder import Plan, Step
-from llamagpu.gpu.routes import Heads, Linear, Route
+from llamagpu.gpu.routes import Heads, Linear
 from llamagpu.gpu.shaders import Const, constants
 
 FOLD = constants("attend_image")["FOLD"]  # positions below each other in a cache image
-MOST = 65532  # positions: llvmpipe stops a loop after 65535 turns
 Bias = np.ndarray[Any, Any] | None
 
 
@@ -101,8 +99,7 @@ class TiledTransformer(Transformer):
     def reserve(self, context: int) -> None:
         if context <= self.capacity:
             return
-        if context > MOST:
-            raise DoesNotFit(f"a context of {context} is more than a CPU adapter can do", f"use -c {MOST} or less")
+        self.check_most(context)
         c, gpu, old = self.config, self.gpu, self.capacity
         capacity = -(-context // 4) * 4  # a texel of `scored` holds 4 positions
         size = -(-capacity // FOLD) * self.texels, min(capacity, FOLD)
@@ -150,10 +147,7 @@ class TiledTransformer(Transformer):
         """One plan takes any number of tokens above one. For one token the grids are fixed; when the context
         has doubled, there is another plan."""
         m = min(m, 2)
-        groups = 0
-        if m == 1:
-            scores = self.attention_route(routes.ATTEND_IMAGE, m)
-            groups, _, _ = scores.grid(self.heads, ops.settings(scores), self.gpu.caps, m, pos)
+        groups = routes.score_groups(pos, routes.vector(self.gpu.caps)) if m == 1 else 0
         if ("plan", m, groups) not in self.plans:
             if m not in self.dispatches:
                 self.dispatches[m] = [*self.body(m), *self.head()]
@@ -164,9 +158,6 @@ class TiledTransformer(Transformer):
     @property
     def heads(self) -> Heads:
         return Heads(self.config.heads, self.config.kv_heads, self.config.head_dim)
-
-    def attention_route(self, table: tuple[Route, ...], m: int) -> Route:
-        return routes.pick(table, self.heads, m, self.gpu.caps)
 
     def body(self, m: int, splits: int = 1, embed: bool = True) -> list[Dispatch]:
         dispatches = ops.embed(self.gpu, self.tokens, self.weights.token_embd, self.x, m, routes.EMBED_IMAGE)
@@ -179,11 +170,11 @@ class TiledTransformer(Transformer):
         shape: dict[str, Const] = {"HEADS": c.heads, "KV_HEADS": c.kv_heads, "HEAD_DIM": c.head_dim}
         to_qkv = Out("image_qkv", {"y": self.q, "cache": cache, "rope": self.rope}, shape | {"ROPE_DIMS": c.rope_dims})
         return [
-            self.normalise(self.x, layer.attn_norm, m),
-            *self.linear(self.h, layer.qkv, m, to_qkv),
-            *self.attend_image(cache, m, shape),
+            *self.norm_linears(self.x, layer.attn_norm, [(layer.qkv, to_qkv)], m),
+            *ops.attend_image(
+                self.gpu, self.heads, self.q, cache, self.scored, self.h, m, self.step, c.sliding_window, c.attn_scale
+            ),
             *self.linear(self.h, layer.attn_output, m, Out("image_add", {"base": self.x, "y": self.mid})),
-            self.normalise(self.mid, layer.ffn_norm, m),
             *self.feed_forward(layer, m),
             *self.linear(self.act, layer.ffn_down, m, Out("image_add", {"base": self.mid, "y": self.x})),
         ]
@@ -199,41 +190,31 @@ class TiledTransformer(Transformer):
             gpu.dispatch("argmax", (), {"VOCAB": matrix.n}, buffers, grid),
         ]
 
-    def linear(self, x: Any, matrix: Matrix, m: int, out: Out) -> list[Dispatch]:
+    def linear(self, x: Any, matrix: Matrix, m: int, out: Out, norm: Any = None) -> list[Dispatch]:
         out = replace(out, consts=out.consts | {"BIAS": matrix.bias is not None})
-        return ops.linear(self.gpu, x, matrix, m, out, self.step, table=routes.LINEAR_IMAGE)
+        made = ops.Made({"norm": norm}, {"NORM": True, "EPS": self.config.norm_eps}) if norm else None
+        return ops.linear(self.gpu, x, matrix, m, out, self.step, table=routes.LINEAR_IMAGE, made=made)
+
+    def norm_linears(self, x: Any, norm: Any, pairs: list[tuple[Matrix, Out]], m: int) -> list[Dispatch]:
+        """Linears of normalised x: the kernel for one token normalises itself, which is cheaper than a dispatch."""
+        first, h = ([], x) if m == 1 else ([self.normalise(x, norm, m)], self.h)
+        return first + [d for w, out in pairs for d in self.linear(h, w, m, out, norm if m == 1 else None)]
 
     def normalise(self, x: Any, weight: Any, m: int, last: bool = False) -> Dispatch:
         gpu, c, table = self.gpu, self.config, routes.NORM_IMAGE
         return ops.rms_norm(gpu, x, weight, self.h, c.dim, c.norm_eps, m, self.step, last, table)
 
-    def attend_image(self, cache: Any, m: int, shape: dict[str, Const]) -> list[Dispatch]:
-        shape = shape | {"WINDOW": self.config.sliding_window}
-
-        def attend(route: Route, x: Any, y: Any, consts: dict[str, Const]) -> Dispatch:
-            buffers = {"x": x, "cache": cache, "y": y, "step": self.step}
-            grid = partial(route.grid, self.heads, ops.settings(route), self.gpu.caps)
-            return self.gpu.dispatch(route.kernel, (), consts, buffers, grid)
-
-        first = self.attention_route(routes.ATTEND_IMAGE, m)
-        scaled = shape | {"SCALE": self.config.attn_scale}
-        if m > 1:
-            return [attend(first, self.q, self.h, scaled)]
-        last = self.attention_route(routes.VALUES_IMAGE, m)
-        return [attend(first, self.q, self.scored, scaled), attend(last, self.scored, self.h, shape)]
-
     def feed_forward(self, layer: Layer, m: int) -> list[Dispatch]:
         if len(layer.gate_up) == 1:
-            return self.linear(self.h, layer.gate_up[0], m, Out("image_swiglu", {"y": self.act}))
-        gpu, width, route = self.gpu, self.config.ffn_dim, routes.SILU_MUL_IMAGE[0]
+            pairs = [(layer.gate_up[0], Out("image_swiglu", {"y": self.act}))]
+            return self.norm_linears(self.mid, layer.ffn_norm, pairs, m)
+        gpu, width = self.gpu, self.config.ffn_dim
         if not hasattr(self, "gate"):  # only for files that need them
             self.gate, self.up = (gpu.image(width // 4, self.chunk, name) for name in ("gate", "up"))
-        gate, up = layer.gate_up
-        images = {"y": self.act, "gate": self.gate, "up": self.up}
+        outs = [Out("image_put", {"y": y}) for y in (self.gate, self.up)]
         return [
-            *self.linear(self.h, gate, m, Out("image_put", {"y": self.gate})),
-            *self.linear(self.h, up, m, Out("image_put", {"y": self.up})),
-            gpu.dispatch(route.kernel, (), {"WIDTH": width}, images, ops.at(gpu, route, width, m)),
+            *self.norm_linears(self.mid, layer.ffn_norm, list(zip(layer.gate_up, outs, strict=True)), m),
+            ops.silu_mul_image(gpu, self.gate, self.up, self.act, width, m),
         ]
 
     def choose(self, drawn: bool = False) -> Plan:
@@ -244,6 +225,8 @@ class TiledTransformer(Transformer):
             if drawn:
                 consts["VOCAB"] = vocab
                 buffers |= {"logits": self.logits, "sampling": self.sampling}
+            else:
+                consts["WORKGROUP"] = 16  # barriers cost more here than turns of a loop: 30 us instead of 150
             kernel = "sample" if drawn else "pick"
             found = self.gpu.dispatch(kernel, ("next_none",), consts, buffers, (1, 1, 1))
             self.plans["choose", drawn] = Plan([found])

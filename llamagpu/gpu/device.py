@@ -1,9 +1,11 @@
 """The adapter and its device: chosen, probed, and wrapped in the few calls the engine needs."""
 
 import contextlib
+import ctypes
 import logging
 import os
 import re
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -79,7 +81,7 @@ def choose(found: list[Any], wanted: str | None) -> Any:
     """The adapter to use: the best, or the one that `wanted` names (its number in `devices`, or part of its name)."""
     if not found:
         raise NoAdapter(
-            "no WebGPU adapter was found",
+            f"no WebGPU adapter was found{missing()}",
             "install a Vulkan driver: your GPU vendor's, or Mesa's software one (apt-get install mesa-vulkan-drivers)",
         )
     if wanted is None:
@@ -91,6 +93,17 @@ def choose(found: list[Any], wanted: str | None) -> Any:
         names = ", ".join(f"{i}: {a.info['device']}" for i, a in enumerate(found))
         raise NoAdapter(f"no adapter matches {wanted!r}", f"choose one of {names}")
     return matches[0]
+
+
+def missing() -> str:
+    """What of Vulkan is not there, where that can be told."""
+    if sys.platform != "linux":
+        return ""
+    try:
+        ctypes.CDLL("libvulkan.so.1")
+    except OSError:
+        return ": there is no Vulkan loader (libvulkan.so.1)"
+    return ": the Vulkan loader finds no driver that works"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +147,7 @@ class Gpu:
             invocations=limits["max-compute-invocations-per-workgroup"],
             storage_buffers=limits["max-storage-buffers-per-shader-stage"],
             image_side=limits["max-texture-dimension-2d"],
+            scalar=os.environ.get("LLAMAGPU_SCALAR") == "1",
             f16="shader-f16" in self.features,
         )
 

@@ -20,6 +20,7 @@ class Caps:
     invocations: int = 256  # of one workgroup
     storage_buffers: int = 8  # of one kernel
     image_side: int = 8192  # texels of a storage texture, each way
+    scalar: bool = False  # take the last row that fits instead: the kernels for every shape, as a baseline
     f16: bool = False  # computes with f16
 
 
@@ -61,6 +62,7 @@ class Route:
     grid: Callable[..., Grid]  # of (shape, the kernel's constants, caps, m, pos)
     parts: tuple[str, ...] = ()  # by role: "weight" becomes weight_q4, "reduce" reduce_tree, ...
     consts: dict[str, int] = field(default_factory=dict)  # tuning; the file's own values otherwise
+    vector: bool = False  # a workgroup is as many invocations as a CPU adapter's vector has lanes
 
     @property
     def collects(self) -> bool:
@@ -72,6 +74,12 @@ def fold(count: int, caps: Caps) -> Grid:
     """A 1-D count of workgroups as a grid: y takes what the limit on x cannot hold; kernels undo it."""
     x = min(count, caps.workgroups)
     return x, -(-count // x), 1
+
+
+def vector(caps: Caps) -> int:
+    """Lanes of a CPU adapter's vector. A workgroup of just one has no lane idle and the smallest share of the work, so
+    that few workgroups come out even between the threads."""
+    return caps.subgroup if caps.subgroup in (4, 8, 16) else 8
 
 
 def row_pairs(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
@@ -104,10 +112,6 @@ def tiles(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
 
 def row_groups(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
     return -(-s.n // (8 * c["WORKGROUP"])), -(-m // 4), 1
-
-
-def split_rows(width: int, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
-    return m, c["SPLIT"], 1
 
 
 def eight_dims(heads: Heads, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
@@ -266,42 +270,33 @@ SILU_MUL = (Route("silu_mul", lambda width, c: True, "-", values),)
 # A CPU adapter runs whole models on images (engine/tiled.py): tiled weights, 4 values of x, y and the caches a texel
 
 LINEAR_IMAGE = (
-    # a workgroup of one vector: two threads get the same share of 9 or 15 workgroups' work
-    Route("linear_image_gemv",
-          lambda s, c: s.m == 1 and (s.form == "tile_f32" or s.group % 32 == 0) and c.subgroup == 4,
-          "m = 1, group % 32 = 0, vectors of 4", row_groups, ("tile", "out"), {"STRIDE": 32, "WORKGROUP": 4}),
     Route("linear_image_gemv", lambda s, c: s.m == 1 and (s.form == "tile_f32" or s.group % 32 == 0),
-          "m = 1, group % 32 = 0", row_groups, ("tile", "out"), {"STRIDE": 32}),
-    Route("linear_image_gemv", lambda s, c: s.m == 1, "m = 1", row_groups, ("tile", "out"), {"STRIDE": 16}),
-    Route("linear_image", lambda s, c: True, "-", row_groups, ("tile", "out")),
+          "m = 1, group % 32 = 0", row_groups, ("tile", "spread", "reduce", "out"), {"STRIDE": 32}, vector=True),
+    Route("linear_image_gemv", lambda s, c: s.m == 1,
+          "m = 1", row_groups, ("tile", "spread", "reduce", "out"), {"STRIDE": 16}, vector=True),
+    Route("linear_image", lambda s, c: True, "-", row_groups, ("tile", "spread", "out"), vector=True),
 )  # fmt: skip
 
-NORM_IMAGE = (
-    Route("rms_norm_image", lambda width, c: c.subgroup == 4, "vectors of 4", split_rows, consts={"WORKGROUP": 4}),
-    Route("rms_norm_image", lambda width, c: True, "-", split_rows),
-)
+NORM_IMAGE = (Route("rms_norm_image", lambda width, c: True, "-", rows, ("reduce",), vector=True),)
 
 ATTEND_IMAGE = (
     Route("attend_image", lambda heads, m, c: m > 1, "m > 1",
-          lambda heads, c, caps, m, pos: (-(-m * heads.share // c["WORKGROUP"]), heads.kv, 1)),
+          lambda heads, c, caps, m, pos: (-(-m * heads.share // c["WORKGROUP"]), heads.kv, 1), ("spread",),
+          vector=True),
     Route("attend_image_scores", lambda heads, m, c: True, "-",
-          lambda heads, c, caps, m, pos: (score_groups(pos, c["WORKGROUP"]), heads.kv, 1)),
+          lambda heads, c, caps, m, pos: (score_groups(pos, c["WORKGROUP"]), heads.kv, 1), vector=True),
 )  # fmt: skip
 
-VALUES_IMAGE = (
-    Route("attend_image_values", lambda heads, m, c: c.subgroup == 4, "vectors of 4", eight_dims,
-          consts={"WORKGROUP": 4}),
-    Route("attend_image_values", lambda heads, m, c: True, "-", eight_dims),
-)  # fmt: skip
+VALUES_IMAGE = (Route("attend_image_values", lambda heads, m, c: True, "-", eight_dims, vector=True),)
 
 EMBED_IMAGE = (
     Route("embed_image", lambda s, c: True, "-",
-          lambda s, c, caps, m, pos: (-(-s.k // (8 * c["WORKGROUP"])), m, 1), ("tile",)),
+          lambda s, c, caps, m, pos: (-(-s.k // (8 * c["WORKGROUP"])), m, 1), ("tile",), vector=True),
 )  # fmt: skip
 
 SILU_MUL_IMAGE = (
     Route("silu_mul_image", lambda width, c: True, "-",
-          lambda width, c, caps, m, pos: (-(-width // (4 * c["WORKGROUP"])), m, 1)),
+          lambda width, c, caps, m, pos: (-(-width // (4 * c["WORKGROUP"])), m, 1), vector=True),
 )  # fmt: skip
 
 
@@ -318,11 +313,21 @@ def score_groups(pos: int, workgroup: int) -> int:
     return 1 << (pos // (4 * workgroup)).bit_length()
 
 
+def most_positions(head_dim: int, caps: Caps, images: bool) -> int | None:
+    """How far attention may look back. llvmpipe ends the loops of an invocation after 65535 turns in sum, in silence;
+    inner loops count unless it unrolls them. `attend` was wrong from 16 k (head_dim 256) to 31 k (8) positions on."""
+    if not caps.cpu:
+        return None
+    if images:
+        return 65532
+    return 8192 if head_dim % 4 == 0 and head_dim <= 256 and not caps.scalar else 65000 // (head_dim + 8)
+
+
 def tileable(dim: int, ffn_dim: int, head_dim: int, rope_dims: int, matrices: Iterable[Linear], caps: Caps) -> bool:
     """Whether a model runs on images: a CPU adapter, rows in whole tiles of 8 (gate and up are 4 each), heads whose
     loops llvmpipe unrolls, 16 k or more under a scale, nothing wider than an image."""
     whole = dim % 8 == 0 and ffn_dim % 4 == 0 and head_dim % 8 == 0 and head_dim <= 128 and rope_dims % 8 == 0
-    return caps.cpu and whole and all(
+    return caps.cpu and not caps.scalar and whole and all(
         (s.form == "f16" or s.group % 16 == 0) and tile_texels(s) <= caps.image_side for s in matrices
     )  # fmt: skip
 
@@ -385,4 +390,7 @@ def fits_any(table: tuple[Route, ...], *facts: object) -> bool:
 
 
 def pick(table: tuple[Route, ...], *facts: object) -> Route:
-    return next(route for route in table if route.fits(*facts))
+    """`facts`: the shape, then the Caps."""
+    caps = facts[-1]
+    rows = reversed(table) if isinstance(caps, Caps) and caps.scalar else table
+    return next(route for route in rows if route.fits(*facts))

@@ -136,7 +136,7 @@ class Markdown(Csv):
             "test": test_name(row),
             "t/s": f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}",
         }
-        self.build = f"{row['build_commit']} ({row['build_number']})"
+        self.build = row["build_commit"]
         cells = (padded(values.get(f) or shown(row, f), COLUMNS[f][1]) for f in self.fields)
         return "|" + "".join(f" {cell} |" for cell in cells) + "\n"
 

@@ -91,23 +91,10 @@ def attend(gpu: Gpu, m: int, pos: int) -> tuple[Any, Any]:
     cache = np.zeros((-(-(pos + m) // fold), fold, 2, kv, d), np.float32)
     for p in range(pos + m):
         cache[p // fold, p % fold] = k[:, p], v[:, p]
-    shape: dict[str, Any] = {"HEADS": count, "KV_HEADS": kv, "HEAD_DIM": d, "WINDOW": 0, "FOLD": fold}
+    heads, step = routes.Heads(count, kv, d), step_of(gpu, m, pos)
     y, scored = gpu.image(count * d // 4, m, "y"), gpu.image(fold, 4 * count, "scored")
-    common = {"cache": image(gpu, cache.swapaxes(0, 1).reshape(fold, -1)), "step": step_of(gpu, m, pos)}
-    queries, heads, scale = image(gpu, q.reshape(m, -1)), routes.Heads(count, kv, d), {"SCALE": d**-0.5}
-
-    def made(table: tuple[Route, ...], x: Any, to: Any, consts: dict[str, Any]) -> Any:
-        route = routes.pick(table, heads, m, gpu.caps)
-        grid = route.grid(heads, ops.settings(route), gpu.caps, m, pos)
-        return gpu.dispatch(route.kernel, (), consts, common | {"x": x, "y": to}, grid)
-
-    if m > 1:
-        work = [made(routes.ATTEND_IMAGE, queries, y, shape | scale)]
-    else:
-        work = [
-            made(routes.ATTEND_IMAGE, queries, scored, shape | scale),
-            made(routes.VALUES_IMAGE, scored, y, shape),
-        ]
+    images = image(gpu, q.reshape(m, -1)), image(gpu, cache.swapaxes(0, 1).reshape(fold, -1)), scored, y
+    work = ops.attend_image(gpu, heads, *images, m, step, 0, d**-0.5, {"FOLD": fold})
     run(gpu, work, m, pos)
     return texels(gpu, y).reshape(q.shape), attention(q, k, v, pos)
 
@@ -122,7 +109,6 @@ def embed(gpu: Gpu) -> tuple[Any, Any]:
 
 def silu_mul(gpu: Gpu) -> tuple[Any, Any]:
     gate, up = random("silu").standard_normal((2, 5, 128)).astype(np.float32) * 3
-    y, route = gpu.image(32, 5, "y"), routes.SILU_MUL_IMAGE[0]
-    images = {"y": y, "gate": image(gpu, gate), "up": image(gpu, up)}
-    run(gpu, [gpu.dispatch(route.kernel, (), {"WIDTH": 128}, images, ops.at(gpu, route, 128, 5))], 5)
+    y = gpu.image(32, 5, "y")
+    run(gpu, [ops.silu_mul_image(gpu, image(gpu, gate), image(gpu, up), y, 128, 5)], 5)
     return texels(gpu, y), silu(gate.astype(np.float64)) * up
