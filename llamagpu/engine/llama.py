@@ -57,6 +57,7 @@ class Transformer:
         self.limit = limit or context  # the cache starts with room for `context` positions and grows to this
         self.chunk = min(chunk, self.limit)
         self.recorder = Recorder(gpu)
+        self.pace = 1  # decode steps in a submission: as many as the last text's went by in VISIBLE_S
         self.history: list[int] = []
         self.plans: dict[tuple[Any, ...], Plan] = {}
         self.activations()
@@ -409,7 +410,7 @@ class Transformer:
         pending = deque([(self.recorder.submit([(choose(), 1, 0)], self.ring), 1)])
         ahead = len(self.history)  # positions filled or being filled
         end = self.limit if most is None else min(self.limit, ahead + most - 1)
-        picked, size, last = 0, 1, time.perf_counter()
+        picked, size, last = 0, self.pace, time.perf_counter()
         try:
             while True:
                 while len(pending) < 2 and (steps := min(size, end - ahead)):
@@ -418,7 +419,8 @@ class Transformer:
                             break  # the cache can grow only when nothing is in flight
                         self.reserve(min(self.limit, 2 * self.capacity))
                         self.gpu.write(self.step, np.array([self.capacity], np.uint32), offset=8)
-                    pending.append((self.recorder.submit(self.steps(ahead, steps, choose()), self.ring), steps))
+                    batch = self.recorder.submit(self.steps(ahead, steps, choose()), self.ring, ahead=True)
+                    pending.append((batch, steps))
                     ahead += steps
                 if not pending:
                     self.truncate(ahead)  # the last token has not been put in
@@ -426,7 +428,7 @@ class Transformer:
                 result, count = pending.popleft()
                 ring = result.wait()
                 now = time.perf_counter()
-                size = max(1, min(2 * size, BATCH, int(VISIBLE_S * count / (now - last))))
+                size = self.pace = max(1, min(2 * size, BATCH, int(VISIBLE_S * count / (now - last))))
                 last = now
                 for i in range(picked, picked + count):
                     token = int(ring[i % RING])

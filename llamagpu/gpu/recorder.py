@@ -5,7 +5,8 @@ after every call). LLAMAGPU_SAFE=1 records through the objects, so that a valida
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,12 @@ AGAIN = "try again; if it happens again, update the GPU's driver"
 class Pending:
     """A small buffer on its way back from the device."""
 
-    def __init__(self, gpu: Gpu, staging: Any, index: Any) -> None:
+    def __init__(self, gpu: Gpu, staging: Any, index: "Future[Any]") -> None:
         self.gpu, self.staging, self.index = gpu, staging, index
 
     def wait(self) -> np.ndarray[Any, Any]:
         """Its words, once the submission that wrote it is through (not the ones submitted after it)."""
-        handle, size = self.staging._internal, self.staging.size
+        handle, size, index = self.staging._internal, self.staging.size, self.index.result()
         status = ffi.new("int *", -1)
         info = ffi.new("WGPUBufferMapCallbackInfo *")
         info.mode = lib.WGPUCallbackMode_AllowProcessEvents
@@ -59,7 +60,7 @@ class Pending:
         info.userdata1 = status
         lib.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Read, 0, size, info[0])
         while status[0] < 0:
-            lib.wgpuDevicePoll(self.gpu.device._internal, True, self.index)
+            lib.wgpuDevicePoll(self.gpu.device._internal, True, index)
         if status[0] != lib.WGPUMapAsyncStatus_Success:
             raise DeviceLost(f"results could not be read back (map status {status[0]})", AGAIN)
         words = np.frombuffer(
@@ -91,12 +92,26 @@ class Recorder:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.safe = os.environ.get("LLAMAGPU_SAFE") == "1"
+        self.worker = ThreadPoolExecutor(1, "submit")  # its thread starts with the first use
 
-    def submit(self, steps: Sequence[Step], result: Any = None) -> Pending:
-        """Record the steps in one pass and submit it; `result` is copied out for reading back."""
-        device = self.gpu.device
-        encoder = device.create_command_encoder()
-        work = encoder.begin_compute_pass()
+    def submit(self, steps: Sequence[Step], result: Any = None, ahead: bool = False) -> Pending:
+        """Record the steps in one pass and submit it; `result` is copied out for reading back. With `ahead` this is
+        done when the caller may already be recording the next one: nothing else may be given to the queue before it
+        has waited. (wgpu checks and encodes a pass when it is finished, which takes as long as recording it.)"""
+        encoder, staging = self.record(steps, result)
+        return Pending(self.gpu, staging, self.handed(ahead, self.hand_in, encoder))
+
+    def handed(self, ahead: bool, hand_in: Callable[..., Any], *what: Any) -> "Future[Any]":
+        if ahead:
+            return self.worker.submit(hand_in, *what)
+        done: Future[Any] = Future()
+        done.set_result(hand_in(*what))
+        return done
+
+    def record(self, steps: Sequence[Step], result: Any, stamps: Any = None) -> tuple[Any, Any]:
+        """The pass in an encoder, and the buffer that `result` is copied to."""
+        encoder = self.gpu.device.create_command_encoder()
+        work = encoder.begin_compute_pass(timestamp_writes=stamps)
         record = record_safe if self.safe else record_raw
         for plan, m, pos in steps:
             record(work, plan, m, pos)
@@ -105,15 +120,19 @@ class Recorder:
         if result is not None:
             staging = self.gpu.staging_for(result.size)
             encoder.copy_buffer_to_buffer(result, 0, staging, 0, result.size)
+        return encoder, staging
+
+    def hand_in(self, encoder: Any) -> Any:
+        """Finish and submit; the submission's index."""
         try:
             commands = encoder.finish()
             index = ffi.new("WGPUSubmissionIndex *")
             index[0] = lib.wgpuQueueSubmitForIndex(
-                device.queue._internal, 1, ffi.new("WGPUCommandBuffer[]", [commands._internal])
+                self.gpu.device.queue._internal, 1, ffi.new("WGPUCommandBuffer[]", [commands._internal])
             )
         except (wgpu.GPUError, RuntimeError) as error:
             raise DeviceLost(f"the device stopped taking work: {first_line(error)}", AGAIN) from error
-        return Pending(self.gpu, staging, index)
+        return index
 
 
 def record_safe(work: Any, plan: Plan, m: int, pos: int) -> None:

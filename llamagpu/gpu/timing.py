@@ -11,7 +11,7 @@ import wgpu
 from wgpu.backends.wgpu_native import ffi, lib
 
 from llamagpu.gpu.device import Dispatch, Gpu
-from llamagpu.gpu.recorder import Pending, Plan, Recorder, Step, record_raw, record_safe
+from llamagpu.gpu.recorder import Pending, Plan, Recorder, Step, record_raw
 
 QUERIES = 4096  # the most that a query set of WebGPU holds
 RAMP_S = 0.6  # after idle an H200 takes half a second to raise its clocks; kernels are 2-4 times slower until then
@@ -59,7 +59,7 @@ class Span:
     dispatches: int
     began: float
     recorded: float
-    submitted: float
+    submitted: float = 0.0
     done: float = 0.0  # its result was there; 0: nobody waited for it
 
 
@@ -80,29 +80,20 @@ class TimedRecorder(Recorder):
         self.spans: list[Span] = []
         self.stamps = Stamps(gpu) if "timestamp-query" in gpu.features else None
 
-    def submit(self, steps: Sequence[Step], result: Any = None) -> Pending:
-        device, began = self.gpu.device, time.perf_counter()
-        encoder = device.create_command_encoder()
-        work = encoder.begin_compute_pass(timestamp_writes=self.pass_stamps())
-        record = record_safe if self.safe else record_raw
-        for plan, m, pos in steps:
-            record(work, plan, m, pos)
-        work.end()
-        staging = None
-        if result is not None:
-            staging = self.gpu.staging_for(result.size)
-            encoder.copy_buffer_to_buffer(result, 0, staging, 0, result.size)
-        commands = encoder.finish()
-        recorded = time.perf_counter()
-        index = ffi.new("WGPUSubmissionIndex *")
-        index[0] = lib.wgpuQueueSubmitForIndex(
-            device.queue._internal, 1, ffi.new("WGPUCommandBuffer[]", [commands._internal])
-        )
-        pending = TimedPending(self.gpu, staging, index)
-        count = sum(len(plan) for plan, _, _ in steps)
-        pending.span = Span(len(steps), count, began, recorded, time.perf_counter())
-        self.spans.append(pending.span)
+    def submit(self, steps: Sequence[Step], result: Any = None, ahead: bool = False) -> Pending:
+        began = time.perf_counter()
+        encoder, staging = self.record(steps, result, self.pass_stamps())
+        recorded, count = time.perf_counter(), sum(len(plan) for plan, _, _ in steps)
+        span = Span(len(steps), count, began, recorded)
+        pending = TimedPending(self.gpu, staging, self.handed(ahead, self.timed_hand_in, encoder, span))
+        pending.span = span
+        self.spans.append(span)
         return pending
+
+    def timed_hand_in(self, encoder: Any, span: Span) -> Any:
+        index = self.hand_in(encoder)
+        span.submitted = time.perf_counter()
+        return index
 
     def pass_stamps(self) -> dict[str, Any] | None:
         if self.stamps is None:
