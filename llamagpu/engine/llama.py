@@ -23,7 +23,8 @@ LOGIT_BYTES = 64 << 20  # of logits when every position has them
 RING = 64  # picked tokens the device keeps: more than two batches
 MOST_RECENT = 256  # tokens a repetition penalty on the device looks back
 BATCH = 8  # most decode steps in one submission
-VISIBLE_S = 0.02  # a batch lasts no longer: two are in flight, and text should appear within 50 ms
+AHEAD = 3  # submissions in flight: one runs, one waits for it, one is being handed in
+VISIBLE_S = 0.015  # a batch lasts no longer: text should appear within 50 ms
 RECORDING = ("attend_split", "attend_tile")  # kernels of attention that make int8 records themselves
 Progress = Callable[[int, int], None]
 
@@ -401,7 +402,7 @@ class Transformer:
 
     def go_on(self, choose: Callable[[], Plan], most: int | None) -> Iterator[int]:
         """Tokens that the device chooses and feeds to itself, read back a batch behind: while the consumer gets one
-        batch of steps, the next one runs.
+        batch of steps, the next ones run or wait.
 
         When the consumer stops, the steps ahead of it are dropped: `history` holds what was yielded, less the last.
         """
@@ -413,7 +414,7 @@ class Transformer:
         picked, size, last = 0, self.pace, time.perf_counter()
         try:
             while True:
-                while len(pending) < 2 and (steps := min(size, end - ahead)):
+                while len(pending) < AHEAD and (steps := min(size, end - ahead)):
                     if ahead + steps > self.capacity:
                         if pending:
                             break  # the cache can grow only when nothing is in flight
@@ -436,6 +437,7 @@ class Transformer:
                     self.history.append(token)
                 picked += count
         finally:
+            self.recorder.settle()
             for result, _ in pending:
                 result.wait()
 

@@ -5,6 +5,7 @@ after every call). LLAMAGPU_SAFE=1 records through the objects, so that a valida
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -52,15 +53,16 @@ class Pending:
 
     def wait(self) -> np.ndarray[Any, Any]:
         """Its words, once the submission that wrote it is through (not the ones submitted after it)."""
-        handle, size, index = self.staging._internal, self.staging.size, self.index.result()
+        handle, size = self.staging._internal, self.staging.size
+        self.index.result()  # it has been handed in
         status = ffi.new("int *", -1)
         info = ffi.new("WGPUBufferMapCallbackInfo *")
         info.mode = lib.WGPUCallbackMode_AllowProcessEvents
         info.callback = on_mapped
         info.userdata1 = status
         lib.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Read, 0, size, info[0])
-        while status[0] < 0:
-            lib.wgpuDevicePoll(self.gpu.device._internal, True, index)
+        while lib.wgpuDevicePoll(self.gpu.device._internal, False, ffi.NULL) >= 0 > status[0]:
+            time.sleep(5e-5)  # a poll that waits would keep the thread that hands in the next one from the device
         if status[0] != lib.WGPUMapAsyncStatus_Success:
             raise DeviceLost(f"results could not be read back (map status {status[0]})", AGAIN)
         words = np.frombuffer(
@@ -107,6 +109,10 @@ class Recorder:
         done: Future[Any] = Future()
         done.set_result(hand_in(*what))
         return done
+
+    def settle(self) -> None:
+        """Until all that was submitted ahead is with the queue: also what a Ctrl-C kept from the caller."""
+        self.worker.submit(int).result()
 
     def record(self, steps: Sequence[Step], result: Any, stamps: Any = None) -> tuple[Any, Any]:
         """The pass in an encoder, and the buffer that `result` is copied to."""
