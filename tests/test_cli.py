@@ -404,10 +404,10 @@ def test_lost_device(model):
             "import sys\n"
             "from llamagpu import cli\n"
             "from llamagpu.gpu.recorder import Recorder\n"
-            "def last(self, *work, submit=Recorder.submit, count=[]):\n"
+            "def last(self, *work, submit=Recorder.submit, count=[], **more):\n"
             "    count.append(work)\n"
             "    if len(count) == 6: self.gpu.device.destroy()\n"
-            "    return submit(self, *work)\n"
+            "    return submit(self, *work, **more)\n"
             "Recorder.submit = last\n"
             f"sys.argv = ['llamagpu', *{args}]\n"
             "cli.main()"
@@ -552,7 +552,7 @@ def terminal(*args: object, typed: tuple[bytes, ...] = (), streams: str = "stder
 
 def test_progress_on_a_terminal_only(model, tmp_path):
     text = tmp_path / "text.txt"
-    text.write_text("a b " * 900)  # long enough for the bar, which waits half a second
+    text.write_text("a b " * 5000)  # long enough for the bar, which waits half a second
     args = ["perplexity", "-m", model, "-f", text, "-c", "64"]
     result = terminal(*args)
     assert result.code == 0 and "\r\x1b[Kchunks " in result.err and result.err.endswith("\x1b[K")

@@ -63,7 +63,7 @@ def broken(monkeypatch, kernel: str, old: str, new: str) -> None:
 
 def test_a_wrong_kernel_is_noticed(measure, gpu, only_norms, monkeypatch):  # noqa: F811
     assert measure("verify").code == 0
-    broken(monkeypatch, "rms_norm_vec4", "x[source + i] * scale * w[i]", "x[source + i] * scale * 1.00002 * w[i]")
+    broken(monkeypatch, "rms_norm_vec4", "v[r] * scale * weight[r]", "v[r] * scale * 1.00002 * weight[r]")
     result = measure("verify")
     assert result.code == 7
     wrong = [line for line in result.out.splitlines() if "WRONG" in line]

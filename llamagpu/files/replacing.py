@@ -18,7 +18,7 @@ class Overtaken(LlamaGpuError):
 @contextmanager
 def replacing(path: Path, size: int) -> Iterator[BinaryIO]:
     """A file that gets its name when all is well, and vanishes otherwise; `size` is about what it takes."""
-    part, own = path.with_name(f".{path.name}.part"), None
+    part, own = path.with_name(f".{path.name.lstrip('.')}.part"), None
     try:
         if path.exists() and not path.is_file():  # a folder, or a device such as /dev/null
             raise OSError(errno.EINVAL, "not a regular file")
