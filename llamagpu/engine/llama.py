@@ -411,7 +411,7 @@ class Transformer:
         pending = deque([(self.recorder.submit([(choose(), 1, 0)], self.ring), 1)])
         ahead = len(self.history)  # positions filled or being filled
         end = self.limit if most is None else min(self.limit, ahead + most - 1)
-        picked, size, last = 0, self.pace, time.perf_counter()
+        picked, size, took, last = 0, self.pace, 0.0, time.perf_counter()
         try:
             while True:
                 while len(pending) < AHEAD and (steps := min(size, end - ahead)):
@@ -429,7 +429,8 @@ class Transformer:
                 result, count = pending.popleft()
                 ring = result.wait()
                 now = time.perf_counter()
-                size = self.pace = max(1, min(2 * size, BATCH, int(VISIBLE_S * count / (now - last))))
+                took, before = (now - last) / count, took  # a step; of two batches one may have waited for the host
+                size = self.pace = max(1, min(2 * size, BATCH, int(VISIBLE_S / max(took, before))))
                 last = now
                 for i in range(picked, picked + count):
                     token = int(ring[i % RING])
