@@ -1,15 +1,13 @@
 // The inputs of a linear of one token, made in the kernel itself: the partial results of attend_split joined (see
 // attend_merge) and quantised to int8 records in workgroup memory by every workgroup for itself (see make_record). Saves
-// the merge's own dispatch. prepare must be called by every invocation. Parts: record.
+// the merge's own dispatch. prepare must be called by every invocation. Parts: inputs_made, record.
 // Needs K % 32 == 0, HEAD_DIM % 8 == 0, WORKGROUP % 4 == 0.
 const K: u32 = 32u;
 const HEAD_DIM: u32 = 32u;
 const SPLITS: u32 = 2u;
 const WORKGROUP: u32 = 64u;
-struct Inputs { even: vec4<u32>, odd: vec4<u32>, scale: vec4<f32> }
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;      // [HEADS, SPLITS, HEAD_DIM]
 @group(0) @binding(9) var<storage, read> stats: array<vec2<f32>>;  // [HEADS, SPLITS] (top, total)
-var<workgroup> records: array<u32, 12u * K / 32u>;
 fn prepare(index: u32) {
   for (var u = 0u; u < K / 8u; u += WORKGROUP) {  // eight values each; the same rounds for all
     let i = min(u + index, K / 8u - 1u);
@@ -32,10 +30,4 @@ fn prepare(index: u32) {
     if (u + index < K / 8u) { records[into] = r.even; records[into + 4u] = r.odd; records[into + 8u] = r.scale; }
   }
   workgroupBarrier();
-}
-fn inputs(token: u32, b: u32) -> Inputs {
-  let i = 12u * b;
-  return Inputs(vec4<u32>(records[i], records[i + 1u], records[i + 2u], records[i + 3u]),
-                vec4<u32>(records[i + 4u], records[i + 5u], records[i + 6u], records[i + 7u]),
-                bitcast<vec4<f32>>(vec4<u32>(records[i + 8u], records[i + 9u], records[i + 10u], records[i + 11u])));
 }

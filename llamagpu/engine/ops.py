@@ -46,7 +46,8 @@ def parts_of(
         elif role == "dot":
             halves = "dot_f16" if arithmetic == "f32" else "dot_f16_i8"
             dot = [halves] if form == "f16" else [f"planes_{form}", f"dot_{arithmetic}"]
-            names += [*scales, f"inputs_{inputs}", *dot] + [record] * (inputs in routes.MADE)
+            made = ["inputs_made", record] if inputs in routes.MADE else []
+            names += [*scales, f"inputs_{inputs}", *made, *dot]
         elif role == "reduce":
             names.append("reduce_subgroup" if subgroups_fit(gpu, route) else "reduce_tree")
         elif role == "out":
