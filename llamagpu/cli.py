@@ -14,7 +14,7 @@ from llamagpu import options as o
 from llamagpu.cli_convert import convert
 from llamagpu.errors import DoesNotFit, LlamaGpuError, about
 from llamagpu.talk import converse, encode, result, stream, summary
-from llamagpu.terminal import Interrupted, Usage, bar, check_folder, interruptible, note, out, read_text
+from llamagpu.terminal import Interrupted, Usage, bar, check_folder, interruptible, is_there, note, out, read_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,7 +102,7 @@ def generate(
             path, quiet, verbose, check,
             device=device, context=ctx_size or None, chunk=ubatch, kv_type=cache_type, precision=precision,
         )  # fmt: skip
-        if prompt_cache and (prompt_cache_ro or os.path.exists(prompt_cache)):
+        if prompt_cache and (prompt_cache_ro or is_there(prompt_cache)):
             restored = llama.load_prompt(prompt_cache, bar("restoring prompt", quiet, check))
             if verbose:
                 note(f"{prompt_cache}: {restored} tokens restored in {llama.load_times.prompt_s:.2f} s")

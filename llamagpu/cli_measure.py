@@ -54,8 +54,8 @@ def profile(
     chunk = max(1, n_prompt)
     test = Test(chunk, chunk, cache_type, n_depth, n_prompt, n_gen)
     with interruptible() as check, closing(Gpu.open(device)) as gpu:
-        loaded = load(source, gpu, [test], bar("loading", quiet, check))
         fast = use_fast(gpu, precision)
+        loaded = load(source, gpu, [test], bar("loading", quiet, check), fast)
         on_device = loaded.transformer(gpu, positions([test]), chunk, cache_type, fast)
         found = measure(on_device, loaded.type, n_prompt, n_gen, n_depth)
     if trace:

@@ -98,6 +98,11 @@ def read_text(prompt: str | None, file: str | None) -> str:
     return raw.decode("utf-8", "surrogateescape")
 
 
+def is_there(path: Path) -> bool:
+    """An empty file, as mktemp makes it, is one to write to."""
+    return path.exists() and not (path.is_file() and path.stat().st_size == 0)
+
+
 def check_folder(path: Path) -> None:
     """Before any work is done for a file that could not be written in the end."""
     if not os.access(path.parent, os.W_OK | os.X_OK):

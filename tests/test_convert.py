@@ -185,6 +185,13 @@ def test_packed_runs_as_gguf(gpu, tmp_path, arch):
         assert_close(found[0], wanted, *tolerance, what=to)
 
 
+def test_packed_by_its_name_keeps_the_types(tmp_path):
+    """OUT ends in .safetensors and no --to is given: nothing is rounded anew."""
+    source = open_source(str(tiny_llama(tmp_path / "m.gguf", kind="Q4_1")))
+    kinds = plan(source, None, packed=True).kinds
+    assert {kinds[name] for name, tensor in source.tensors.items() if len(tensor.shape) > 1} == {"Q4_1"}
+
+
 def test_packed_q6_k(gpu, tmp_path):
     """6 bits in the file, as a GPU has them, and int8 again for a CPU adapter: exactly what the GGUF gives."""
     from llamagpu.engine.generate import Llama

@@ -174,6 +174,18 @@ def test_stopping_early_leaves_the_model_usable(llama):
         assert text_of(llama).ids == want
 
 
+def test_closing_in_the_midst_of_a_text(path):
+    """Steps may be on their way to the queue: none of them may come after the device has gone."""
+    for count in range(1, 6):
+        llama = Llama(path)
+        run = iter(llama.generate(PROMPT, max_tokens=100, sampling=GREEDY, ignore_eos=True))
+        for _ in range(count):
+            next(run)
+        llama.close()
+        with pytest.raises(LlamaGpuError):
+            list(run)
+
+
 def press(*_: object) -> None:
     raise KeyboardInterrupt
 

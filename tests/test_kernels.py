@@ -438,16 +438,16 @@ def rows_of(route: Route) -> int:
     return 2 * own["PAIRS"] * own["WORKGROUP"] // own["LANES"]  # that a workgroup makes
 
 
-HIDDEN = Weight("q4", 128, 64, 32, out="out_swiglu_i8")
+HIDDEN = Weight("q4", 128, 576, 32, out="out_swiglu_i8")
 SWIGLU = runs(routes.LINEAR, [replace(HIDDEN, inputs=i) for i in ("f32", "i8")], lambda weight: weight.inputs == "i8")
 
 
 @on_gpus(SWIGLU)
 def test_swiglu_to_records(any_gpu, route, case):
     gpu, table, tokens = any_gpu, only(any_gpu, route, case), case.tokens(route, any_gpu.caps)
-    matrix, w, bias = split(gpu, (HIDDEN, Weight("q8", 64, 64, 16, scale="f4")))
+    matrix, w, bias = split(gpu, (HIDDEN, Weight("q8", 64, 576, 16, scale="f4")))
     most, at = max(tokens), step(gpu, 1)
-    xs, x, more = upload_inputs(gpu, most, 64, case.inputs)
+    xs, x, more = upload_inputs(gpu, most, HIDDEN.k, case.inputs)
     gate, up = np.moveaxis((x @ w.T + bias).reshape(most, 96, 2), 2, 0)
     y = gpu.zeros((most + 1) * 3 * 48, "y")
     for m in {min(tokens), most, min(9, most)}:
@@ -457,6 +457,30 @@ def test_swiglu_to_records(any_gpu, route, case):
         got = gpu.read(y, RECORD, (most + 1) * 3).reshape(-1, 3)
         check_records(got[:m], (gate / (1 + np.exp(-gate)) * up)[:m])
         assert (got[m:].view(np.uint32) == 99).all()
+
+
+TILES = list({str(r.consts): r for r in routes.LINEAR if r.kernel == "linear_gemm_i8"}.values())
+
+
+@pytest.mark.parametrize("route", TILES, ids=lambda r: " ".join(map(str, r.consts.values())))
+def test_tiles_stay_in_workgroup_memory(gpu, monkeypatch, route):
+    """With the bounds checks that trusted shaders go without: what is read from outside would be another number."""
+    monkeypatch.setattr(gpu, "trusted", False)
+    monkeypatch.setattr(gpu, "pipelines", {})
+    weight = replace(HIDDEN, inputs="i8", out="out_swiglu_i8" if "TOKENS" in route.consts else "out_store")
+    if gpu.caps.workgroup_bytes < 32768:
+        pytest.skip("the adapter has too little workgroup memory")
+    table, m = (replace(route, fits=lambda *_: True),), min(33, route.consts["TILE_M"])
+    part, w = upload(gpu, weight)
+    matrix = Matrix(weight.n, weight.k, (part,))
+    xs, x, more = upload_inputs(gpu, m, weight.k, "i8")
+    y, want = gpu.zeros(m * weight.n * 4, "y"), x @ w.T
+    to = ops.swiglu_i8(y, matrix) if "TOKENS" in route.consts else ops.store(y, matrix)
+    run(gpu, ops.linear(gpu, xs, matrix, m, to, step(gpu, m), table=table, **more), m)
+    if "TOKENS" in route.consts:
+        gate, up = np.moveaxis(want.reshape(m, -1, 2), 2, 0)
+        return check_records(gpu.read(y, RECORD, m * 2).reshape(m, 2), gate / (1 + np.exp(-gate)) * up)
+    assert_close(gpu.read(y, np.float32, want.size).reshape(want.shape), want, *F32)
 
 
 @covers("to_i8")

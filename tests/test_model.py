@@ -156,6 +156,20 @@ def test_int8_attention(gpu, tmp_path, name):
         assert_close(logits_after(model, ids[start:end]), want, *ROUGH, f"tokens {start} to {end}")
 
 
+@pytest.mark.parametrize("output", ["Q4_0", "F16"])
+def test_log_probabilities_of_few_tokens_in_int8(gpu, tmp_path, output):
+    """Chunks for which attention is split, and an output matrix that int8 records have no kernel for."""
+    shape = dict(heads=2, kv_heads=1, head_dim=64, tied=False)
+    kind = lambda name: output if name == "output.weight" else "Q4_0"  # noqa: E731
+    path, ids = tiny_llama(tmp_path / "m.gguf", kind=kind, **shape), tokens(12)
+    model = load(gpu, path, fast=True, chunk=12)
+    assert model.fast_many
+    logits = Reference(GgufFile(path)).forward(ids)
+    want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    got = model.log_probs(ids)
+    assert np.abs(got - want[np.arange(11), ids[1:]]).max() < 0.1
+
+
 def test_no_int8_attention_with_biases(gpu, tmp_path):
     path = tiny_llama(tmp_path / "m.gguf", **MODELS["qwen2"])
     assert not load(gpu, path, fast=True).rough

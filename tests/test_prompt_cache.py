@@ -426,6 +426,7 @@ def test_generate_twice(run, model, cache):  # noqa: F811
 
 
 def test_only_the_prompt(run, model, cache):  # noqa: F811
+    cache.touch()  # an empty file, as mktemp makes it, is a new one
     result = run("generate", "-m", model, "-p", "a b c", "-n", 0, "--prompt-cache", cache)
     assert result.code == 0 and result.out == b"\n"
     env = {"LLAMAGPU_PROMPT_CACHE": str(cache)}

@@ -4,7 +4,8 @@
 // memory, PLACES positions at a time. Scores are summed over the owners so that each ends up with a part of one row's,
 // takes their exponentials, and shows them to the others. What is multiplied with what is the score part's; sums of more
 // than PLACES products and the online softmax are f32; causal bound per tile. Writes f32, or int8 records with I8.
-// Parts: score, half, kv8, record. Needs SHARE 4 or 8, HEAD_DIM % (8 * SHARE) == 0, PLACES % 8 == 0.
+// Parts: score, half, kv8, record. Needs SHARE 4 or 8, HEAD_DIM % (8 * SHARE) == 0, PLACES % 8 == 0,
+// no more heads to a kv head than 2 * WORKGROUP / SHARE.
 struct Step { pos: u32, m: u32, capacity: u32, count: u32 }  // first position, tokens, positions a head's cache holds, tokens picked
 const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;

@@ -35,7 +35,8 @@ struct Turn {  // what an invocation brings to a turn, all on its way before the
 }
 @group(0) @binding(5) var<storage, read> x: array<vec4<u32>>;  // [m, K/32] records of 3: even, odd, (d, d * sums)
 @group(0) @binding(8) var<uniform> step: Step;
-var<workgroup> x_tile: array<vec4<u32>, TEAMS * 16u * X_QUADS>;  // [2 blocks a team][8 words][4 tokens]; words: 16 k of even, odd, then 16 more
+// [2 blocks a team][8 words][4 tokens]; words: 16 k of even, odd, then 16 more. At the end it is what half of the teams hands over.
+var<workgroup> x_tile: array<vec4<u32>, max(TEAMS * 16u * X_QUADS, select(0u, 4u * WORKGROUP, TEAMS > 1u))>;
 var<workgroup> w_tile: array<vec4<u32>, TEAMS * 16u * W_QUADS>;  // [2 blocks a team][8 words][4 rows]
 var<workgroup> x_scale: array<vec2<f32>, TEAMS * 64u / SPAN * TILE_M>;  // [span][token] (d, d * sum)
 var<workgroup> w_scale: array<vec2<f32>, TEAMS * 64u / SPAN * TILE_N>;  // [span][row] (scale, offset)

@@ -313,11 +313,8 @@ class Generation:
         if not sampling.greedy and not model.draws_on_device(sampling):
             yield from model.sample(make_sampler(sampling, self.prompt_ids))
             return
-        chosen = model.greedy(most) if sampling.greedy else model.draw(sampling, self.prompt_ids, most)
-        for id in chosen:
-            if not self.ids and (id == 0 or not sampling.greedy):
-                need_finite(model.read_logits())  # of NaN the device takes token 0, or draws any
-            yield id
+        need_finite(model.read_logits())  # of NaN the device takes token 0, or draws any
+        yield from model.greedy(most) if sampling.greedy else model.draw(sampling, self.prompt_ids, most)
 
 
 def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -18,9 +18,9 @@ from llamagpu.gpu import routes
 from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 
-CHUNK = 512  # most tokens of a prefill step: bounds the scratch buffers
+CHUNK = 512  # most tokens of a prefill step, where the caller does not say: bounds the scratch buffers
 LOGIT_BYTES = 64 << 20  # of logits when every position has them
-RING = 64  # picked tokens the device keeps: more than two batches
+RING = 64  # picked tokens the device keeps: more than AHEAD batches
 MOST_RECENT = 256  # tokens a repetition penalty on the device looks back
 BATCH = 8  # most decode steps in one submission
 AHEAD = 3  # submissions in flight: one runs, one waits for it, one is being handed in
@@ -300,13 +300,17 @@ class Transformer:
     def scoring_plan(self, m: int) -> Plan:
         """From token ids to the log probability of the target after each: logits for all of the m rows."""
         if ("score", m) not in self.plans:
-            c, gpu, head = self.config, self.gpu, self.weights.output
+            c, gpu, head, inputs, h = self.config, self.gpu, self.weights.output, self.inputs(m), self.normed(m)
             logits = gpu.zeros(m * c.vocab * 4, "all logits")  # [m, vocab]
+            norm = self.norm(self.weights.output_norm, m)
+            if not all(routes.fits_any(routes.LINEAR, part.shape(m, inputs), gpu.caps) for part in head.parts):
+                inputs, h = "f32", gpu.zeros(m * c.dim * 4, "normed")  # f16, which int8 records have no kernel for
+                norm = ops.rms_norm(gpu, self.x, self.weights.output_norm, h, c.dim, c.norm_eps, m, self.step)
             self.plans["score", m] = Plan(
                 [
-                    *self.body(m),
-                    self.norm(self.weights.output_norm, m),
-                    *ops.linear(gpu, self.normed(m), head, m, ops.store(logits, head), self.step, self.inputs(m)),
+                    *self.body(m, self.reach(m, 0)),
+                    norm,
+                    *ops.linear(gpu, h, head, m, ops.store(logits, head), self.step, inputs),
                     ops.log_prob(gpu, logits, self.targets, self.scores, c.vocab),
                 ]
             )
@@ -429,8 +433,9 @@ class Transformer:
                 result, count = pending.popleft()
                 ring = result.wait()
                 now = time.perf_counter()
-                took, before = (now - last) / count, took  # a step; of two batches one may have waited for the host
-                size = self.pace = max(1, min(2 * size, BATCH, int(VISIBLE_S / max(took, before))))
+                if picked:  # the first choice waited for the prompt
+                    took, before = (now - last) / count, took  # a step; of two batches one may have waited for the host
+                    size = self.pace = max(1, min(2 * size, BATCH, int(VISIBLE_S / max(took, before))))
                 last = now
                 for i in range(picked, picked + count):
                     token = int(ring[i % RING])

@@ -17,7 +17,7 @@ from llamagpu.gpu.shaders import Const, constants
 class Out:
     """Where a linear's results go: the kernel part that takes them, its constants and its buffers."""
 
-    part: str  # out_store | out_add | out_swiglu | out_qkv
+    part: str  # out_store | out_add | out_swiglu | out_swiglu_i8 | out_qkv | out_logits
     buffers: dict[str, Any]
     consts: dict[str, Const] = field(default_factory=dict)
 
@@ -222,7 +222,7 @@ def attend(
         shape = config.heads, config.kv_heads, share
     if route.kernel == "attend_split":
         size = gpu.caps.subgroup
-        strands = routes.strands(config.heads // config.kv_heads, reach, gpu.caps)
+        strands = routes.strands(config.heads // config.kv_heads, config.head_dim, reach, gpu.caps)
         consts |= {"SUBGROUP": size, "TEAM": min(8, size), "STRANDS": strands, "I8": i8}
         buffers["stats"] = stats or gpu.zeros(m * config.heads * splits * 8, "stats")
         shape = config.kv_heads, splits

@@ -159,7 +159,7 @@ class TiledTransformer(Transformer):
     def heads(self) -> Heads:
         return Heads(self.config.heads, self.config.kv_heads, self.config.head_dim)
 
-    def body(self, m: int, splits: int = 1, embed: bool = True) -> list[Dispatch]:
+    def body(self, m: int, reach: int = 0, embed: bool = True) -> list[Dispatch]:
         dispatches = ops.embed(self.gpu, self.tokens, self.weights.token_embd, self.x, m, routes.EMBED_IMAGE)
         for layer, image in zip(self.weights.layers, self.images, strict=True):
             dispatches += self.layer(layer, image, m)

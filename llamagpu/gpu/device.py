@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +132,8 @@ class Gpu:
         self.limits = limits
         self.features = set(features)
         self.trusted = os.environ.get("LLAMAGPU_TRUSTED", "1") != "0"
+        self.worker = ThreadPoolExecutor(1, "submit")  # hands in passes (see Recorder); starts with the first of them
+        self.closed = False
         self.allocated_bytes = 0
         self.staged_bytes = 0
         self.peak_bytes = 0
@@ -157,6 +160,8 @@ class Gpu:
 
     def close(self) -> None:
         """Give the device's memory back; nothing of it can be used afterwards."""
+        self.closed = True
+        self.worker.shutdown()  # what is on its way to the queue gets there first
         self.pipelines.clear()
         self.staging.clear()
         self.device.destroy()

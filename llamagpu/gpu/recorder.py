@@ -7,7 +7,8 @@ after every call). LLAMAGPU_SAFE=1 records through the objects, so that a valida
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -55,14 +56,15 @@ class Pending:
         """Its words, once the submission that wrote it is through (not the ones submitted after it)."""
         handle, size = self.staging._internal, self.staging.size
         self.index.result()  # it has been handed in
-        status = ffi.new("int *", -1)
-        info = ffi.new("WGPUBufferMapCallbackInfo *")
+        status, info = ffi.new("int *", -1), ffi.new("WGPUBufferMapCallbackInfo *")
+        waiting[self] = status, info  # kept until the callback has been: also when a Ctrl-C ends the wait
         info.mode = lib.WGPUCallbackMode_AllowProcessEvents
         info.callback = on_mapped
         info.userdata1 = status
         lib.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Read, 0, size, info[0])
         while lib.wgpuDevicePoll(self.gpu.device._internal, False, ffi.NULL) >= 0 > status[0]:
             time.sleep(5e-5)  # a poll that waits would keep the thread that hands in the next one from the device
+        del waiting[self]
         if status[0] != lib.WGPUMapAsyncStatus_Success:
             raise DeviceLost(f"results could not be read back (map status {status[0]})", AGAIN)
         words = np.frombuffer(
@@ -83,6 +85,7 @@ def on_interrupt(kind: Any, error: BaseException, trace: Any) -> None:
 
 
 interrupts: list[BaseException] = []
+waiting: dict[Pending, Any] = {}
 
 
 @ffi.callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)", onerror=on_interrupt)  # type: ignore[untyped-decorator]
@@ -94,7 +97,6 @@ class Recorder:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.safe = os.environ.get("LLAMAGPU_SAFE") == "1"
-        self.worker = ThreadPoolExecutor(1, "submit")  # its thread starts with the first use
 
     def submit(self, steps: Sequence[Step], result: Any = None, ahead: bool = False) -> Pending:
         """Record the steps in one pass and submit it; `result` is copied out for reading back. With `ahead` this is
@@ -104,15 +106,18 @@ class Recorder:
         return Pending(self.gpu, staging, self.handed(ahead, self.hand_in, encoder))
 
     def handed(self, ahead: bool, hand_in: Callable[..., Any], *what: Any) -> "Future[Any]":
+        if self.gpu.closed:
+            raise DeviceLost("the model was closed while it wrote a text", "let the text end, or drop it, first")
         if ahead:
-            return self.worker.submit(hand_in, *what)
+            return self.gpu.worker.submit(hand_in, *what)
         done: Future[Any] = Future()
         done.set_result(hand_in(*what))
         return done
 
     def settle(self) -> None:
         """Until all that was submitted ahead is with the queue: also what a Ctrl-C kept from the caller."""
-        self.worker.submit(int).result()
+        with suppress(RuntimeError):  # the worker is shut down: so it has done all
+            self.gpu.worker.submit(int).result()
 
     def record(self, steps: Sequence[Step], result: Any, stamps: Any = None) -> tuple[Any, Any]:
         """The pass in an encoder, and the buffer that `result` is copied to."""

@@ -26,7 +26,7 @@ class Caps:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y[m, n] = x[m, k] @ W[n, k]^T with W stored as `form` ("q4", "q8", "f16") in groups of `group`."""
+    """y[m, n] = x[m, k] @ W[n, k]^T with W stored as `form` ("q4", "q6", "q8", "f16") in groups of `group`."""
 
     m: int
     n: int
@@ -84,6 +84,11 @@ def vector(caps: Caps) -> int:
 
 def row_pairs(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
     return fold(-(-s.n // (2 * c.get("PAIRS", 1) * c["WORKGROUP"] // c["LANES"])), caps)
+
+
+def row_pairs_few(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
+    x, y, _ = row_pairs(s, c, caps, m, pos)
+    return x, y, -(-m // c["TOKENS"])
 
 
 def tile_share(head_dim: int, rough: bool) -> int:
@@ -175,6 +180,7 @@ GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], .
 
 FEW = (4, 8, 16)  # token counts with kernels of their own between one and many
 SOME = (32, 64, 128, 256)  # and with tiles of their own
+FEW_F32 = 64  # tokens up to which rounds of the last of FEW are quicker than the one tile there is for f32 inputs
 
 FEW_SHAPES = (  # likewise, and for how many tokens: more than 8 do not leave room for two pairs of rows
     ("records out", 8, lambda s, c: s.out == "out_swiglu_i8" and c.invocations >= 512,
@@ -197,7 +203,9 @@ TILES: tuple[tuple[str, Callable[[Linear], bool], dict[str, int]], ...] = (
     ("records out", lambda s: not plain(s), RECORD_TILE | {"TILE_M": 64, "TOKENS": 64}),
     ("256 tiles of 64 x 64", lambda s: tile_count(s, 64, 64) >= 256, {"TILE_M": 64, "TILE_N": 64}),
     ("192 tiles of 64 x 32", lambda s: s.m > 32 and tile_count(s, 64, 32) >= 192, {"TILE_M": 64, "TILE_N": 32}),
-    ("96 tiles of 32 x 32", lambda s: tile_count(s, 32, 32) >= 96, {"TILE_M": 32, "TILE_N": 32}),
+    # (smaller ones of groups of 16 take more than 32 KiB of workgroup memory)
+    ("96 tiles of 32 x 32, or groups of 16", lambda s: tile_count(s, 32, 32) >= 96 or s.group == 16,
+     {"TILE_M": 32, "TILE_N": 32}),
     ("fewer", lambda s: True, {"TILE_M": 32, "TILE_N": 16}),
 )
 
@@ -220,8 +228,9 @@ LINEAR = (
           "m = 1, k and group % 8 = 0", row_pairs, ("weight", "out", "reduce")),
     *(
         Route("linear_gemv_few",
-              lambda s, c, most=most, fits=fits: 1 < s.m <= most and s.inputs not in MADE and blocks(s) and fits(s, c),
-              f"m <= {most}, k % 32 = 0, group % 32 = 0 or 16, {case}", row_pairs, ("dot", "out", "reduce"),
+              lambda s, c, most=most, fits=fits: 1 < s.m <= (FEW_F32 if s.inputs == "f32" and most == FEW[-1] else most)
+              and s.inputs not in MADE and blocks(s) and fits(s, c),
+              f"m <= {most}, k % 32 = 0, group % 32 = 0 or 16, {case}", row_pairs_few, ("dot", "out", "reduce"),
               {"TOKENS": most} | consts)
         for most in FEW for case, limit, fits, consts in FEW_SHAPES if most <= limit
     ),
@@ -368,10 +377,12 @@ def splits(reach: int, kv_heads: int, m: int = 1) -> int:
     return max(1, min(most, enough) // m)
 
 
-def strands(group: int, reach: int, caps: Caps) -> int:
-    """Subgroups that attend_split gives each query head of a group: a power of two that the workgroup holds."""
+def strands(group: int, head_dim: int, reach: int, caps: Caps) -> int:
+    """Subgroups that attend_split gives each query head of a group: a power of two that the workgroup holds. Half of
+    them hand over head_dim + 2 numbers of 4 bytes."""
     wanted = next(strands for first, _, strands in REACHES if first == reach)
-    most = max(1, min(wanted, caps.invocations // (caps.subgroup * group)))
+    held = caps.workgroup_bytes // (group * (head_dim + 2) * 2)
+    most = max(1, min(wanted, caps.invocations // (caps.subgroup * group), held))
     return 1 << (most.bit_length() - 1)
 
 

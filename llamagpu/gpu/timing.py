@@ -59,6 +59,7 @@ class Span:
     dispatches: int
     began: float
     recorded: float
+    taken: float = 0.0  # when handing it in began
     submitted: float = 0.0
     done: float = 0.0  # its result was there; 0: nobody waited for it
 
@@ -91,6 +92,7 @@ class TimedRecorder(Recorder):
         return pending
 
     def timed_hand_in(self, encoder: Any, span: Span) -> Any:
+        span.taken = time.perf_counter()
         index = self.hand_in(encoder)
         span.submitted = time.perf_counter()
         return index

@@ -68,17 +68,21 @@ class Loaded:
         return made(gpu, c, self.weights, self.freq_factors, context, context, chunk, wide, fast)
 
 
-def load_file(path: Path, gpu: Gpu, tests: Sequence[Test], progress: Progress | None = None) -> Loaded:
+def load_file(path: Path, gpu: Gpu, tests: Sequence[Test], progress: Progress | None, fast: bool) -> Loaded:
     started = time.perf_counter()
     with about(path):
         file = open_model(path)
         config = LlamaConfig.from_gguf(file.metadata, file.tensors)
         check_tensors(config, file.tensors)
-        tiled = suits_tiles(config, file.tensors, gpu) and not any(test.kv_type == "f16" for test in tests)
+        images = suits_tiles(config, file.tensors, gpu) and not fast
+        tiled = images and not any(test.kv_type == "f16" for test in tests)
         for test in tests:
             wide = tiled or wide_cache(gpu, test.kv_type)
-            plan_memory(config, file.tensors, gpu, positions([test]), test.chunk, wide, tiled).check(gpu)
-        weights = (load_tiles if tiled else load_weights)(file.tensors, config, gpu, progress)
+            plan_memory(config, file.tensors, gpu, positions([test]), test.chunk, wide, tiled, fast).check(gpu)
+        if tiled:
+            weights = load_tiles(file.tensors, config, gpu, progress)
+        else:
+            weights = load_weights(file.tensors, config, gpu, progress, fast)
     wait_idle(gpu)
     factors = file.tensors.get("rope_freqs.weight")
     params = sum(int(np.prod(t.shape)) for t in file.tensors.values())
@@ -111,10 +115,12 @@ def short_count(params: int) -> str:
     return f"{params / size:.3g}{unit}"
 
 
-def load(source: Source, gpu: Gpu, tests: Sequence[Test], progress: Progress | None = None) -> Loaded:
+def load(
+    source: Source, gpu: Gpu, tests: Sequence[Test], progress: Progress | None = None, fast: bool = False
+) -> Loaded:
     """A file, or the text after --synthetic."""
     if isinstance(source, Path):
-        return load_file(source, gpu, tests, progress)
+        return load_file(source, gpu, tests, progress, fast)
     return load_synthetic(source, gpu, tests)
 
 
@@ -143,8 +149,8 @@ def bench(
         tests = [t if t.n_ubatch else replace(t, n_ubatch=routes.chunk(gpu.caps)) for t in tests]
         copy = copy_bandwidth(gpu)
         gpu.peak_bytes = gpu.allocated_bytes
-        loaded = load(source, gpu, tests, progress)
         fast = use_fast(gpu, settings.precision)
+        loaded = load(source, gpu, tests, progress, fast)
         for _, alike in groupby(tests, lambda t: (t.n_batch, t.n_ubatch, t.kv_type)):
             group = list(alike)
             context, first = positions(group), group[0]
@@ -220,7 +226,7 @@ def measure(model: Transformer, test: Test, settings: Settings, check: Callable[
         "itl_p95_ns": round(float(np.percentile(latencies, 95))) if latencies else None,
         "gpu_ns": round(statistics.mean(gpu_ns)) if gpu_ns else None,
         "encode_ns": round(sum(s.recorded - s.began for s in spans) / reps * 1e9),
-        "submit_ns": round(sum(s.submitted - s.recorded for s in spans) / reps * 1e9),
+        "submit_ns": round(sum(s.submitted - s.taken for s in spans) / reps * 1e9),
         "dispatches_per_token": sum(s.dispatches for s in spans) / reps / test.tokens,
     }
 

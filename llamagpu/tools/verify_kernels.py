@@ -100,7 +100,7 @@ def linear_inputs(gpu: Gpu, m: int, k: int, inputs: str) -> tuple[Any, Array, di
 
 # Outputs for which a workgroup brings its rows together: logits with candidates, silu(gate) * up as records
 
-JOINT = Weight("q4", 192, 64)
+JOINT = Weight("q4", 192, 576)
 
 
 def collected_cases(gpu: Gpu) -> Iterator[Case]:

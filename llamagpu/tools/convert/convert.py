@@ -103,7 +103,7 @@ def plan(source: Source, to: str | None, keep_output: str = "q8_0", packed: bool
         exact = {}
     main, output = wanted or "Q4_0", OUTPUTS[keep_output]
     kinds = {
-        name: exact.get(name) or kind_of(tensor, main, output, keep_raw=to == "packed")
+        name: exact.get(name) or kind_of(tensor, main, output, keep_raw=packed and to in (None, "packed"))
         for name, tensor in source.tensors.items()
     }
     whole = [n for n, t in source.tensors.items() if len(t.shape) > 1 and kinds[n] == "F16" != main and n not in ENDS]
