@@ -59,9 +59,9 @@ class Span:
     dispatches: int
     began: float
     recorded: float
-    taken: float = 0.0  # when handing it in began
     submitted: float = 0.0
     done: float = 0.0  # its result was there; 0: nobody waited for it
+    taken: float = 0.0  # when handing it in began
 
 
 class TimedPending(Pending):
