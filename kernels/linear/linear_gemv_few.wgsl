@@ -1,5 +1,5 @@
-// y[m, N] = x[m, K] @ W[N, K]^T for a few tokens, TOKENS a workgroup (more: grid z): LANES invocations share PAIRS pairs of
-// rows and split K by blocks of 32; each 16-byte load of weights serves all tokens, so that two cost little more than one.
+// y[m, N] = x[m, K] @ W[N, K]^T for a few tokens (m <= TOKENS): LANES invocations share PAIRS pairs of rows and split K
+// by blocks of 32; each 16-byte load of weights serves all tokens, so that two tokens cost little more than one.
 // Parts: half, (scales, planes,) inputs, dot, out, reduce. Needs TOKENS * PAIRS <= LANES, K % 32 == 0 (q6: 64),
 // GROUP % 32 == 0 or GROUP == 16.
 struct Step { pos: u32, m: u32, capacity: u32, count: u32 }  // first position, tokens, positions a head's cache holds, tokens picked
@@ -19,7 +19,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let lane = index % LANES;
   let group0 = group.x + group.y * groups.x;
   let row = 2u * PAIRS * (group0 * (WORKGROUP / LANES) + index / LANES);
-  let token0 = group.z * TOKENS;
   var sums: array<vec2<f32>, TOKENS * PAIRS>;
   for (var i = 0u; i < TOKENS * PAIRS; i++) { sums[i] = vec2<f32>(); }
   for (var r = 0u; r < ROUNDS; r++) {
@@ -30,13 +29,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         w[p] = WeightPair(fetch(min(row + 2u * p, N - 1u), b), fetch(min(row + 2u * p + 1u, N - 1u), b));
       }
       for (var t = 0u; t < TOKENS; t++) {
-        let v = inputs(min(token0 + t, step.m - 1u), b);
+        let v = inputs(min(t, step.m - 1u), b);
         for (var p = 0u; p < PAIRS; p++) { sums[t * PAIRS + p] += vec2<f32>(dot32(v, w[p].a), dot32(v, w[p].b)); }
       }
     }
   }
   let sum = sum_each(&sums, index);
-  let token = token0 + lane / PAIRS;
-  if (lane < TOKENS * PAIRS && token < step.m) { emit(token, row + 2u * (lane % PAIRS), sum); }
-  finish(group0, token0, index);
+  if (lane < TOKENS * PAIRS && lane / PAIRS < step.m) { emit(lane / PAIRS, row + 2u * (lane % PAIRS), sum); }
+  finish(group0, 0u, index);
 }

@@ -86,11 +86,6 @@ def row_pairs(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Gri
     return fold(-(-s.n // (2 * c.get("PAIRS", 1) * c["WORKGROUP"] // c["LANES"])), caps)
 
 
-def row_pairs_few(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
-    x, y, _ = row_pairs(s, c, caps, m, pos)
-    return x, y, -(-m // c["TOKENS"])
-
-
 def tile_share(head_dim: int, rough: bool) -> int:
     """Invocations that share two rows of attend_tile, so that the rows stay in registers."""
     return 8 if head_dim > (128 if rough else 64) and head_dim % 64 == 0 else 4
@@ -180,7 +175,6 @@ GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], .
 
 FEW = (4, 8, 16)  # token counts with kernels of their own between one and many
 SOME = (32, 64, 128, 256)  # and with tiles of their own
-FEW_F32 = 64  # tokens up to which rounds of the last of FEW are quicker than the one tile there is for f32 inputs
 
 FEW_SHAPES = (  # likewise, and for how many tokens: more than 8 do not leave room for two pairs of rows
     ("records out", 8, lambda s, c: s.out == "out_swiglu_i8" and c.invocations >= 512,
@@ -228,9 +222,8 @@ LINEAR = (
           "m = 1, k and group % 8 = 0", row_pairs, ("weight", "out", "reduce")),
     *(
         Route("linear_gemv_few",
-              lambda s, c, most=most, fits=fits: 1 < s.m <= (FEW_F32 if s.inputs == "f32" and most == FEW[-1] else most)
-              and s.inputs not in MADE and blocks(s) and fits(s, c),
-              f"m <= {most}, k % 32 = 0, group % 32 = 0 or 16, {case}", row_pairs_few, ("dot", "out", "reduce"),
+              lambda s, c, most=most, fits=fits: 1 < s.m <= most and s.inputs not in MADE and blocks(s) and fits(s, c),
+              f"m <= {most}, k % 32 = 0, group % 32 = 0 or 16, {case}", row_pairs, ("dot", "out", "reduce"),
               {"TOKENS": most} | consts)
         for most in FEW for case, limit, fits, consts in FEW_SHAPES if most <= limit
     ),
