@@ -161,6 +161,8 @@ def one(s: Linear) -> bool:
 
 GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], ...] = (
     ("logits", lambda s, c: one(s) and s.out == "out_logits", {"WORKGROUP": 256, "LANES": 32, "PAIRS": 4}),
+    ("records out, k <= 1024", lambda s, c: one(s) and s.out in COLLECTING and s.k <= 1024 and c.invocations >= 1024,
+     {"WORKGROUP": 1024, "LANES": 32, "PAIRS": 1}),
     ("records out, k < 4096", lambda s, c: one(s) and s.out in COLLECTING and s.k < 4096 and c.invocations >= 512,
      {"WORKGROUP": 512, "LANES": 32, "PAIRS": 2}),
     ("records out", lambda s, c: one(s) and s.out in COLLECTING, {"WORKGROUP": 256, "LANES": 32, "PAIRS": 4}),
