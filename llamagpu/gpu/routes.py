@@ -153,12 +153,13 @@ def plain(s: Linear) -> bool:
 
 VECTOR = {"q4": 32, "q6": 1 << 30, "q8": 16, "f16": 8}  # the smallest group (k for f16) that 16-byte loads take
 
-# Lanes that share rows, pairs of rows they share, invocations of a workgroup: the best of 5 to 36 settings per shape
-# of Llama 1B and 8B and SmolLM2 on an H200 (2026-11-15); the choice moves a kernel by up to 2x.
+
 def one(s: Linear) -> bool:
     return s.m == 1 and blocks(s)
 
 
+# Lanes that share rows, pairs of rows they share, invocations of a workgroup: the best of 5 to 36 settings per shape
+# of Llama 1B and 8B and SmolLM2 on an H200 (2026-11-15); the choice moves a kernel by up to 2x.
 GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], ...] = (
     ("logits", lambda s, c: one(s) and s.out == "out_logits", {"WORKGROUP": 256, "LANES": 32, "PAIRS": 4}),
     ("records out, k <= 1024", lambda s, c: one(s) and s.out in COLLECTING and s.k <= 1024 and c.invocations >= 1024,
