@@ -218,7 +218,7 @@ def attend(
     rough = rough and routes.rough_tile(config.head_dim, gpu.caps)
     if route.kernel == "attend_tile":
         share = routes.tile_share(config.head_dim, rough)
-        consts |= {"SHARE": share, "PLACES": 32 if rough else 16, "I8": i8}
+        consts |= {"SHARE": share, "PLACES": routes.tile_places(rough), "I8": i8}
         shape = config.heads, config.kv_heads, share
     if route.kernel == "attend_split":
         size = gpu.caps.subgroup
