@@ -76,7 +76,7 @@ def test_shapes_are_those_of_a_layer():
             check_shape(bad)
 
 
-def test_baselines_are_in_no_route():
+def test_baselines_are_there():
     files = shaders.kernel_files()
     for name in baselines.KERNELS:
         assert name in files

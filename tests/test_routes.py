@@ -40,10 +40,14 @@ LINEAR = [  # m, n, k, group, form -> kernel
     (2, 64, 64, 32, "q4", "linear_gemv_few"),
     (16, 64, 256, 16, "q8", "linear_gemv_few"),
     # many: tiles
-    (17, 64, 64, 32, "q4", "linear_gemm"),
+    (17, 8192, 64, 32, "q4", "linear_gemm"),
+    (65, 64, 64, 32, "q4", "linear_gemm"),
+    # but where few would run
+    (17, 64, 64, 32, "q4", "linear_gemm_rows"),
+    (64, 2048, 2048, 32, "q4", "linear_gemm_rows"),
     (512, 4096, 4096, 32, "q4", "linear_gemm"),
-    (33, 1, 8, 8, "q4", "linear_gemm"),
-    (7, 64, 40, 40, "f16", "linear_gemm"),
+    (33, 1, 8, 8, "q4", "linear_gemm_rows"),
+    (7, 64, 40, 40, "f16", "linear_gemm_rows"),
     # the plain kernel for the rest
     (1, 64, 36, 12, "q4", "linear_any"),
     (1, 64, 30, 5, "q4", "linear_any"),
@@ -194,6 +198,8 @@ def rows_made(route: routes.Route, own: dict[str, int]) -> int:
         return own["ROWS"] * own["WORKGROUP"]
     if route.grid is routes.tiles:
         return own["TILE_N"]
+    if route.grid is routes.pairs_and_tokens:
+        return 2
     assert route.grid is routes.pairs_by_token, "a new grid: say how many rows its workgroups make"
     return 2 * own["WORKGROUP"]
 
@@ -212,7 +218,7 @@ def test_linear_grids_cover_every_row_and_token(route):
         else:
             assert x * y * rows_made(route, own) >= n
             assert (x * y - x) * rows_made(route, own) < n  # no more than one row of the grid too many
-            assert z == (m if route.grid is routes.pairs_by_token else 1)
+            assert z == (m if route.grid in (routes.pairs_by_token, routes.pairs_and_tokens) else 1)
 
 
 @pytest.mark.parametrize("table", ["LINEAR", "NORM", "NORM_I8", "ATTEND", "EMBED", "TO_I8", "SILU_MUL"])

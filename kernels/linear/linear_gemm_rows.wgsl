@@ -1,5 +1,6 @@
 // y[m, N] = x[m, K] @ W[N, K]^T, many tokens without tiles: one workgroup per token and pair of rows, its lanes split K
-// by 8 weights. Every token reads all weights again: the baseline that linear_gemm is measured against. In no route.
+// by 8 weights. Every token reads all weights again: the baseline that linear_gemm is measured against, and what takes its
+// place where its tiles would leave most of a GPU idle.
 // Parts: half, (scales,) weight, out, reduce. Needs K % 8 == 0 and GROUP % 8 == 0.
 const K: u32 = 32u;
 const N: u32 = 2u;

@@ -128,6 +128,11 @@ def pairs_by_token(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -
     return x, y, m
 
 
+def pairs_and_tokens(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
+    x, y, _ = fold(-(-s.n // 2), caps)
+    return x, y, m
+
+
 def rows(width: int, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
     return m, 1, 1
 
@@ -240,6 +245,11 @@ LINEAR = (
               f"int8 x, k % 64 = 0, group % 32 = 0 or 16, {case}", tiles, ("planes", "out"), consts)
         for case, fits, consts in TILES
     ),
+    # a tile of 64 x 64 is all there is for f32: where few of them would run, 2 to 5 times slower than no tile (H200)
+    Route("linear_gemm_rows",
+          lambda s, c: not c.cpu and 1 < s.m <= 64 and tile_count(s, 64, 64) < 128 and words(s, 8) and plain(s),
+          "f32 x, m <= 64, fewer than 128 tiles of 64 x 64, k and group % 8 = 0", pairs_and_tokens,
+          ("weight", "out", "reduce")),
     Route("linear_gemm", lambda s, c: words(s, 8), "k and group % 8 = 0", tiles, ("weight", "out")),
     Route("linear_any", lambda s, c: s.inputs == "f32" and plain(s), "-", pairs_by_token, ("weight", "out")),
 )  # fmt: skip

@@ -1,25 +1,15 @@
-"""The naive kernels that the specialised ones are measured against. No model uses them."""
+"""The naive kernels that the specialised ones are measured against. Where tiles pay, no model uses them."""
 
+from dataclasses import replace
 from typing import Any
 
 from llamagpu.engine import ops
 from llamagpu.gpu import routes
 from llamagpu.gpu.device import Dispatch, Gpu
-from llamagpu.gpu.routes import Caps, Grid, Linear, Route
+from llamagpu.gpu.routes import Grid, Route
 
-
-def pairs_and_tokens(s: Linear, c: dict[str, int], caps: Caps, m: int, pos: int) -> Grid:
-    x, y, _ = routes.fold(-(-s.n // 2), caps)
-    return x, y, m
-
-
-GEMM_ROWS = Route(
-    "linear_gemm_rows",
-    lambda s, c: routes.words(s, 8),
-    "baseline",
-    pairs_and_tokens,
-    ("weight", "out", "reduce"),
-)
+IN_ROUTE = next(r for r in routes.LINEAR if r.kernel == "linear_gemm_rows")
+GEMM_ROWS = replace(IN_ROUTE, fits=lambda s, c: routes.words(s, 8), needs="baseline")
 ATTEND_STRIDED = Route(
     "attend_strided", lambda head_dim, m, c: head_dim % 4 == 0 and head_dim <= 256, "baseline",
     lambda heads, c, caps, m, pos: (heads, m, 1), ("kv",),
