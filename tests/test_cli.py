@@ -495,12 +495,12 @@ def test_interrupted_while_it_loads(tmp_path):
 
 def test_the_second_interrupt_ends_it_at_once(model, tmp_path):
     prompt = tmp_path / "long.txt"
-    prompt.write_text("a b " * 900)
-    process = start("generate", "-m", model, "-f", prompt, "-n", 1, "-ub", 4096, "-v")  # one long step
+    prompt.write_text("a b " * 1000)
+    # one long step: 0.4 s on two idle cores
+    process = start("generate", "-m", model, "-f", prompt, "-n", 1, "-ub", 4096, "-v")
     wait_for(process.stderr, b"seed ")
-    time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
+    time.sleep(0.1)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     since = time.monotonic()
