@@ -55,15 +55,18 @@ class Pending:
     def wait(self) -> np.ndarray[Any, Any]:
         """Its words, once the submission that wrote it is through (not the ones submitted after it)."""
         handle, size = self.staging._internal, self.staging.size
-        self.index.result()  # it has been handed in
+        index = self.index.result()  # it has been handed in
         status, info = ffi.new("int *", -1), ffi.new("WGPUBufferMapCallbackInfo *")
         waiting[self] = status, info  # kept until the callback has been: also when a Ctrl-C ends the wait
         info.mode = lib.WGPUCallbackMode_AllowProcessEvents
         info.callback = on_mapped
         info.userdata1 = status
         lib.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Read, 0, size, info[0])
-        while lib.wgpuDevicePoll(self.gpu.device._internal, False, ffi.NULL) >= 0 > status[0]:
-            time.sleep(5e-5)  # a poll that waits would keep the thread that hands in the next one from the device
+        block = self.gpu.software  # on a GPU that would keep the thread that hands in the next one from the device
+        while status[0] < 0:
+            lib.wgpuDevicePoll(self.gpu.device._internal, block, index if block else ffi.NULL)
+            if not block and status[0] < 0:
+                time.sleep(5e-5)
         del waiting[self]
         if status[0] != lib.WGPUMapAsyncStatus_Success:
             raise DeviceLost(f"results could not be read back (map status {status[0]})", AGAIN)
@@ -108,7 +111,7 @@ class Recorder:
     def handed(self, ahead: bool, hand_in: Callable[..., Any], *what: Any) -> "Future[Any]":
         if self.gpu.closed:
             raise DeviceLost("the model was closed while it wrote a text", "let the text end, or drop it, first")
-        if ahead:
+        if ahead and not self.gpu.software:  # which needs the cores itself
             return self.gpu.worker.submit(hand_in, *what)
         done: Future[Any] = Future()
         done.set_result(hand_in(*what))
