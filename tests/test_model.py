@@ -368,7 +368,7 @@ def test_batches_are_short_however_slow_the_steps(gpu, tmp_path, monkeypatch):
              (("fast", 0, 90), ("slow", 126, 140), ("slower", 152, 256))}  # fmt: skip
     assert 1 < max(sizes["fast"]) <= llama.BATCH
     assert sizes["slow"] and max(sizes["slow"]) <= 2  # 15 ms / 6
-    assert len(sizes["slower"]) > 2 and np.median(sizes["slower"]) == 1 and max(sizes["slower"]) <= 2
+    assert len(sizes["slower"]) > 2 and max(sizes["slower"]) == 1
     lasted = [came[pos - 4] - came[pos - 5] for pos, count in batches if count > 1]
     assert np.median(lasted) < 0.05
 

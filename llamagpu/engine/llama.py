@@ -25,7 +25,6 @@ MOST_RECENT = 256  # tokens a repetition penalty on the device looks back
 BATCH = 8  # most decode steps in one submission
 AHEAD = 3  # submissions in flight: one runs, one waits for it, one is being handed in
 VISIBLE_S = 0.015  # a batch lasts no longer: text should appear within 50 ms
-RECORDING = ("attend_split", "attend_tile")  # kernels of attention that make int8 records themselves
 Progress = Callable[[int, int], None]
 
 
@@ -83,7 +82,7 @@ class Transformer:
         gpu, c, rows = self.gpu, self.config, self.chunk
         # int8 records do without the f32 of the same, but where attention's kernel does not make them
         wide = rows if not (self.fast and self.fast_many) else 1
-        attended = wide if all(self.attention(m) in RECORDING for m in (1, 2, rows)) else rows
+        attended = wide if routes.attention_records(c.head_dim, c.heads // c.kv_heads, gpu.caps) else rows
         self.x = gpu.zeros(rows * c.dim * 4, "x")  # [m, dim] residual stream
         widest = max(c.dim, c.heads * c.head_dim)
         self.h = gpu.zeros(attended * widest * 4, "h")  # [m, dim] normalised; [m, heads, head_dim] attended
@@ -228,7 +227,7 @@ class Transformer:
         i8, width, h = inputs == "i8", c.heads * c.head_dim, self.normed(m)
         kernel, out = self.attention(m), ops.add(self.x, matrix)
         splits = routes.splits(reach, c.kv_heads, m) if kernel == "attend_split" else 1
-        records = i8 and kernel in RECORDING
+        records = i8 and kernel in routes.RECORDING
         found = ops.attend(
             gpu, c, self.q, k_cache, v_cache, self.partial if splits > 1 else h if records else self.h, m, step,
             self.kv_f32, i8=i8, splits=splits, stats=self.stats, reach=reach, rough=self.rough,

@@ -328,6 +328,15 @@ def attention(group: int, caps: Caps) -> tuple[Route, ...]:
     return tuple(route for route in ATTEND if route.kernel not in unfit)
 
 
+RECORDING = ("attend_split", "attend_tile")  # these make int8 records themselves
+
+
+def attention_records(head_dim: int, group: int, caps: Caps) -> bool:
+    """Whether attention makes int8 records for any number of tokens: then nobody needs its f32 results."""
+    table = attention(group, caps)
+    return all(pick(table, head_dim, m, caps).kernel in RECORDING for m in (1, FEW[-1], FEW[-1] + 1))
+
+
 def score_groups(pos: int, workgroup: int) -> int:
     """Workgroups of attend_image_scores for a token at `pos`, 4 positions a lane: a power of two, for few plans."""
     return 1 << (pos // (4 * workgroup)).bit_length()
