@@ -269,7 +269,7 @@ def upload_inputs(gpu: Any, m: int, k: int, inputs: str) -> tuple[Any, np.ndarra
     return gpu.upload(x, "x"), from_records(to_records(normalised(x, weight, 0.25))), more
 
 
-def upload_splits(gpu: Any, k: int) -> tuple[Any, np.ndarray, dict[str, Any]]:
+def upload_splits(gpu: Any, k: int, rounds: bool = True) -> tuple[Any, np.ndarray, dict[str, Any]]:
     """The same of attention cut into three, one of them with nothing to look at."""
     rng, splits, dim = random("splits"), 3, 64
     sums = rng.standard_normal((k // dim, splits, dim)).astype(np.float32)
@@ -277,8 +277,8 @@ def upload_splits(gpu: Any, k: int) -> tuple[Any, np.ndarray, dict[str, Any]]:
     sums[:, 1], stats[:, 1] = 0, (-1e30, 0)
     shares = np.exp(stats[..., 0].astype(np.float64) - stats[..., 0].max(axis=1, keepdims=True))
     joined = (sums * shares[..., None]).sum(axis=1) / (stats[..., 1] * shares).sum(axis=1, keepdims=True)
-    made = ops.Made({"stats": gpu.upload(stats, "stats")}, {"HEAD_DIM": dim, "SPLITS": splits})
-    x = from_records(to_records(joined.reshape(1, k)))
+    made = ops.Made({"stats": gpu.upload(stats, "stats")}, {"HEAD_DIM": dim, "SPLITS": splits}, ("splits_fixed",))
+    x = from_records(to_records(joined.reshape(1, k))) if rounds else joined.reshape(1, k)
     return gpu.upload(sums, "x"), x, {"inputs": "merge", "made": made}
 
 
@@ -305,6 +305,47 @@ def test_linear(any_gpu, route, case):
         got = gpu.read(y, np.float32, (most + 1) * n).reshape(-1, n)
         assert_close(got[:m], want[:m], *tolerance(route, case.inputs), f"{m} tokens")
         assert (got[m:] == GUARD).all(), f"{m} tokens: wrote behind the last"
+
+
+STAGES = [Weight("q4", 71, 576, 32), Weight("q4", 70, 2048, 32, offset=True), Weight("q6", 71, 576, 16, scale="f4"),
+          Weight("q8", 71, 192, 32), Weight("f16", 70, 576)]  # fmt: skip
+
+
+@covers("linear_turns")
+@pytest.mark.parametrize("inputs", ["norm", "merge", "norm_f32", "merge_f32"])
+@pytest.mark.parametrize("case", STAGES, ids=lambda case: case.name)
+def test_linear_turns(gpu, case, inputs):
+    """A stage by itself, with as many workgroups as rows ask for, and with 1 and 3 that take turns."""
+    if not gpu.caps.subgroup:
+        pytest.skip("the adapter lacks subgroups")
+    part, w = upload(gpu, case)
+    matrix, y = Matrix(case.n, case.k, (part,)), gpu.zeros(case.n * 4, "y")
+    exact = inputs.endswith("_f32")
+    if "merge" in inputs:
+        xs, x, more = upload_splits(gpu, case.k, rounds=not exact)
+    else:
+        xs, x, more = upload_inputs(gpu, 1, case.k, "norm")
+        plain, norm = gpu.read(xs, np.float32, case.k)[None], gpu.read(more["made"].buffers["norm"], np.float32, case.k)
+        x = normalised(plain, norm, 0.25) if exact else x
+    for count in (1, 3, 64):
+        route = routes.joined_linear(part.shape(1), routes.Crew(count, 128), gpu.caps)
+        (found,) = ops.linear(
+            gpu, xs, matrix, 1, ops.store(y, matrix), step(gpu, 1), inputs, (route,), more["made"]
+        )
+        gpu.write(y, np.full(case.n, GUARD, np.float32))
+        run(gpu, [replace(found, grid=(min(count, *found.grid[:1]), 1, 1))], 1)
+        bound = F32 if exact else REQUANTISED
+        assert_close(gpu.read(y, np.float32, case.n), (x @ w.T)[0], *bound, f"{count} workgroups")
+
+
+@covers("relay")
+def test_relay(gpu):
+    n, shift = (shaders.constants("relay")[name] for name in ("N", "SHIFT"))
+    start = random("relay").integers(1 << 31, size=n, dtype=np.uint32)
+    y = gpu.zeros(8 * n, "y")
+    gpu.write(y, start)
+    run(gpu, [gpu.dispatch("relay", (), {}, {"y": y}, (n // 256, 1, 1))], 1)
+    assert np.array_equal(gpu.read(y, np.uint32, n, offset=4 * n), np.roll(start, -shift) + 1)
 
 
 MIXED = (Weight("q4", 14, 64, 32), Weight("q8", 58, 64, 32, offset=True, scale="f4"))

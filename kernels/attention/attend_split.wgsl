@@ -15,12 +15,14 @@ const SUBGROUP: u32 = 32u;
 const TEAM: u32 = 8u;     // lanes that share a position
 const STRANDS: u32 = 2u;  // subgroups per query head, a power of two
 const I8: bool = false;
+const PARTIAL: bool = false;  // leaves partial sums of one split, too
 const GROUP_HEADS: u32 = HEADS / KV_HEADS;
-const WORKGROUP: u32 = GROUP_HEADS * STRANDS * SUBGROUP;
+const STATS_HEADS: u32 = (HEADS + 15u) / 16u * 16u;  // a layer's statistics have 128-byte lines of their own
+const WORKGROUP: u32 = GROUP_HEADS * STRANDS * SUBGROUP;  // or more: the rest is idle
 const OCTS: u32 = HEAD_DIM / 8u / TEAM;          // runs of 8 dimensions that a lane owns: run lane + TEAM * i
 const STRIDE: u32 = STRANDS * SUBGROUP / TEAM;  // positions in flight per head
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;              // [m, HEADS, HEAD_DIM] f32 or records; or partial sums
-@group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;    // [m, HEADS, splits] (top, total), several splits only
+@group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;    // [layers, STATS_HEADS, splits] or [m, HEADS, splits] (top, total)
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;              // q [m, HEADS, HEAD_DIM]
 @group(0) @binding(8) var<uniform> step: Step;
 const HALF: u32 = max(STRANDS / 2u, 1u);
@@ -36,14 +38,15 @@ fn quad_of(i: u32, lane: u32) -> u32 { return 2u * (TEAM * (i / 2u) + lane) + i 
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) index: u32) {
   let subgroup = index / SUBGROUP;
-  let local_head = subgroup / STRANDS;
-  let head = group.z * HEADS + group.x * GROUP_HEADS + local_head;  // of all tokens' heads
+  let local_head = min(subgroup / STRANDS, GROUP_HEADS - 1u);
+  let idle = subgroup >= GROUP_HEADS * STRANDS;
+  let head = (layer() + group.z) * HEADS + group.x * GROUP_HEADS + local_head;  // of all layers' or tokens' heads
   let lane = index % TEAM;
   let end = step.pos + group.z + 1u;
   let begin = select(0u, end - min(WINDOW, end), WINDOW > 0u);
   let share = (end - begin + groups.y - 1u) / groups.y;
   let last = min(begin + (group.y + 1u) * share, end);
-  let base = group.x * step.capacity;
+  let base = (layer() * KV_HEADS + group.x) * step.capacity;
   var q: array<vec4<f32>, 2u * OCTS>;
   var acc: array<vec4<f32>, 2u * OCTS>;
   for (var i = 0u; i < OCTS; i++) {
@@ -101,7 +104,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let strand = subgroup % STRANDS;
   for (var half = STRANDS / 2u; half > 0u; half >>= 1u) {  // the upper half of the strands hands over to the lower
     let slot = local_head * HALF + strand % half;
-    if (strand >= half && strand < 2u * half && index % SUBGROUP < TEAM) {
+    if (!idle && strand >= half && strand < 2u * half && index % SUBGROUP < TEAM) {
       half_top[slot] = top;
       half_total[slot] = total;
       for (var i = 0u; i < 2u * OCTS; i++) { half_sum[slot * (HEAD_DIM / 4u) + quad_of(i, lane)] = acc[i]; }
@@ -117,12 +120,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     workgroupBarrier();
   }
-  if (strand > 0u) { return; }
+  if (strand > 0u || idle) { return; }
   let first_team = index % SUBGROUP < TEAM;
-  if (groups.y > 1u) {
+  if (PARTIAL || groups.y > 1u) {
     let at = head * groups.y + group.y;
+    let own = (layer() * STATS_HEADS + head - layer() * HEADS) * groups.y + group.y;
     for (var i = 0u; i < 2u * OCTS; i++) { if (first_team) { put4(at * (HEAD_DIM / 4u) + quad_of(i, lane), acc[i]); } }
-    if (index % SUBGROUP == 0u) { stats[at] = vec2<f32>(top, total); }
+    if (index % SUBGROUP == 0u) { stats[own] = vec2<f32>(top, total); }
     return;
   }
   for (var i = 0u; i < OCTS; i++) {

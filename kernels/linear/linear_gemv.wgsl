@@ -51,6 +51,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     s2 = sum_lanes(s2, index); sum = select(sum, s2, lane == 2u);
     s3 = sum_lanes(s3, index); sum = select(sum, s3, lane == 3u);
   }
-  if (lane < PAIRS) { emit(0u, row + 2u * lane, sum); }  // lane i brings pair i out
+  if (lane < PAIRS) { emit(0u, row + 2u * lane, sum * factor()); }  // lane i brings pair i out
   finish(group0, 0u, index);
 }

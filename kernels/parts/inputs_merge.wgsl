@@ -1,33 +1,52 @@
 // The inputs of a linear of one token, made in the kernel itself: the partial results of attend_split joined (see
-// attend_merge) and quantised to int8 records in workgroup memory by every workgroup for itself (see make_record). Saves
-// the merge's own dispatch. prepare must be called by every invocation. Parts: inputs_made, record.
+// attend_merge), by every workgroup for itself. Saves the merge's own dispatch. prepare must be called by every invocation.
+// Parts: inputs_made, (record,) splits.
 // Needs K % 32 == 0, HEAD_DIM % 8 == 0, WORKGROUP % 4 == 0.
 const K: u32 = 32u;
 const HEAD_DIM: u32 = 32u;
-const SPLITS: u32 = 2u;
 const WORKGROUP: u32 = 64u;
-@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;      // [HEADS, SPLITS, HEAD_DIM]
-@group(0) @binding(9) var<storage, read> stats: array<vec2<f32>>;  // [HEADS, SPLITS] (top, total)
+const HEADS: u32 = K / HEAD_DIM;
+const STATS_HEADS: u32 = (HEADS + 15u) / 16u * 16u;  // a layer's statistics have 128-byte lines of their own
+@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;      // [layers, HEADS, splits, HEAD_DIM]
+@group(0) @binding(9) var<storage, read> stats: array<vec2<f32>>;  // [layers, STATS_HEADS, splits] (top, total)
 fn prepare(index: u32) {
+  wait(index);
+  let splits = split_count();
   for (var u = 0u; u < K / 8u; u += WORKGROUP) {  // eight values each; the same rounds for all
     let i = min(u + index, K / 8u - 1u);
-    let first = 8u * i / HEAD_DIM * SPLITS;
-    var at: array<vec2<f32>, SPLITS>;
-    var top = -1e30;
-    for (var s = 0u; s < SPLITS; s++) { at[s] = stats[first + s]; top = max(top, at[s].x); }
+    let first = (layer() * HEADS + 8u * i / HEAD_DIM) * splits;
+    let known = (layer() * STATS_HEADS + 8u * i / HEAD_DIM) * splits;
     var a = vec4<f32>();
     var b = vec4<f32>();
+    var top = -1e30;
     var total = 0.0;
-    for (var s = 0u; s < SPLITS; s++) {
-      let f = exp(at[s].x - top);
-      let j = ((first + s) * HEAD_DIM + 8u * i % HEAD_DIM) / 4u;
-      a += x[j] * f;
-      b += x[j + 1u] * f;
-      total += at[s].y * f;
+    for (var s0 = 0u; s0 < splits; s0 += 4u) {  // four at a time: they wait for memory together
+      var at: array<vec2<f32>, 4>;
+      var va: array<vec4<f32>, 4>;
+      var vb: array<vec4<f32>, 4>;
+      for (var s = 0u; s < 4u; s++) {
+        let split = min(s0 + s, splits - 1u);
+        let j = ((first + split) * HEAD_DIM + 8u * i % HEAD_DIM) / 4u;
+        at[s] = stats[known + split];
+        va[s] = x[j];
+        vb[s] = x[j + 1u];
+      }
+      var peak = top;
+      for (var s = 0u; s < 4u; s++) { peak = max(peak, at[s].x); }
+      let keep = exp(top - peak);
+      a *= keep;
+      b *= keep;
+      total *= keep;
+      top = peak;
+      for (var s = 0u; s < 4u; s++) {
+        let f = select(0.0, exp(at[s].x - top), s0 + s < splits);
+        a += va[s] * f;
+        b += vb[s] * f;
+        total += at[s].y * f;
+      }
     }
-    let r = make_record(a / total, b / total, index);
-    let into = 12u * (i / 4u) + index % 4u;
-    if (u + index < K / 8u) { records[into] = r.even; records[into + 4u] = r.odd; records[into + 8u] = r.scale; }
+    keep(a / total, b / total, i, index, u + index < K / 8u);
   }
   workgroupBarrier();
 }
+fn factor() -> f32 { return 1.0; }

@@ -1,4 +1,4 @@
-// y[token, row / 2] = silu(gate) * up, the rows of gate and up being interleaved: v = (gate, up) (+ bias).
+// y[layer + token, row / 2] = silu(gate) * up, the rows of gate and up being interleaved: v = (gate, up) (+ bias).
 const N: u32 = 2u;       // rows of this part of the matrix
 const ROW0: u32 = 0u;    // its first row in the whole matrix
 const WIDTH: u32 = 2u;   // rows of the whole matrix
@@ -9,7 +9,7 @@ fn begin(token: u32, row: u32) {}
 fn emit(token: u32, row: u32, v: vec2<f32>) {
   if (row >= N) { return; }
   var gu = v;
-  if (BIAS) { gu += vec2<f32>(bias[ROW0 + row], bias[ROW0 + row + 1u]); }
-  y[(token * WIDTH + ROW0 + row) / 2u] = gu.x / (1.0 + exp(-gu.x)) * gu.y;
+  if (BIAS) { let i = layer() * WIDTH + ROW0 + row; gu += vec2<f32>(bias[i], bias[i + 1u]); }
+  y[((layer() + token) * WIDTH + ROW0 + row) / 2u] = gu.x / (1.0 + exp(-gu.x)) * gu.y;
 }
 fn finish(group: u32, token0: u32, index: u32) {}

@@ -1,6 +1,6 @@
 // sum_lanes: the sum of v over the LANES neighbouring invocations that share a result, given to all of them.
-// sum_workgroup: the same over the whole workgroup. sum_each: of TOKENS * PAIRS values, the sum of the one whose number is
-// the invocation's. Subgroup operations, then one step through workgroup memory; every invocation must call them.
+// sum_workgroup: the same over the whole workgroup, in two halves with a barrier of the caller's between them: sum_begin,
+// sum_end. sum_each: of TOKENS * PAIRS values, the sum of the one whose number is the invocation's. Subgroup operations, then one step through workgroup memory; every invocation must call them.
 const LANES: u32 = 64u;      // a multiple of SUBGROUP, divides WORKGROUP
 const WORKGROUP: u32 = 64u;
 const SUBGROUP: u32 = 32u;   // lanes of a subgroup, as probed
@@ -8,6 +8,7 @@ const TOKENS: u32 = 1u;      // TOKENS * PAIRS: a power of two, 16 at most, divi
 const PAIRS: u32 = 1u;
 const EACH: u32 = TOKENS * PAIRS;
 var<workgroup> subgroup_sums: array<vec2<f32>, WORKGROUP / SUBGROUP * EACH>;
+var<workgroup> kept_sums: array<f32, WORKGROUP / SUBGROUP>;
 fn joined_sum(v: vec2<f32>, index: u32, lanes: u32) -> vec2<f32> {
   var sum = subgroupAdd(v);
   if (lanes == SUBGROUP) { return sum; }
@@ -21,6 +22,15 @@ fn joined_sum(v: vec2<f32>, index: u32, lanes: u32) -> vec2<f32> {
 }
 fn sum_lanes(v: vec2<f32>, index: u32) -> vec2<f32> { return joined_sum(v, index, LANES); }
 fn sum_workgroup(v: f32, index: u32) -> f32 { return joined_sum(vec2<f32>(v, 0.0), index, WORKGROUP).x; }
+fn sum_begin(v: f32, index: u32) {
+  let sum = subgroupAdd(v);
+  if (index % SUBGROUP == 0u) { kept_sums[index / SUBGROUP] = sum; }
+}
+fn sum_end() -> f32 {
+  var sum = 0.0;
+  for (var i = 0u; i < WORKGROUP / SUBGROUP; i++) { sum += kept_sums[i]; }
+  return sum;
+}
 fn halve(v: ptr<function, array<vec2<f32>, EACH>>, count: u32, index: u32) {  // 2 * count sums to count in each lane
   let upper = (index & count) != 0u;
   for (var i = 0u; i < count; i++) {

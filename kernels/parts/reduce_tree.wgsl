@@ -1,6 +1,6 @@
 // sum_lanes: the sum of v over the LANES neighbouring invocations that share a result, given to all of them.
-// sum_workgroup: the same over the whole workgroup. sum_each: of TOKENS * PAIRS values, the sum of the one whose number is
-// the invocation's. Trees in workgroup memory; every invocation must call them.
+// sum_workgroup: the same over the whole workgroup, in two halves with a barrier of the caller's between them: sum_begin,
+// sum_end. sum_each: of TOKENS * PAIRS values, the sum of the one whose number is the invocation's. Trees in workgroup memory; every invocation must call them.
 const LANES: u32 = 64u;      // a power of two, divides WORKGROUP
 const WORKGROUP: u32 = 64u;  // a power of two where sum_workgroup is used
 const TOKENS: u32 = 1u;
@@ -19,6 +19,9 @@ fn tree_sum(v: vec2<f32>, index: u32, lanes: u32) -> vec2<f32> {
 }
 fn sum_lanes(v: vec2<f32>, index: u32) -> vec2<f32> { return tree_sum(v, index, LANES); }
 fn sum_workgroup(v: f32, index: u32) -> f32 { return tree_sum(vec2<f32>(v, 0.0), index, WORKGROUP).x; }
+var<private> kept: f32;
+fn sum_begin(v: f32, index: u32) { kept = sum_workgroup(v, index); }
+fn sum_end() -> f32 { return kept; }
 fn sum_each(v: ptr<function, array<vec2<f32>, EACH>>, index: u32) -> vec2<f32> {
   var own = vec2<f32>();
   for (var i = 0u; i < EACH; i++) {

@@ -10,12 +10,13 @@ import numpy as np
 import wgpu
 
 from llamagpu.engine import ops
+from llamagpu.engine.layers import JoinedLayers, stage_fits
 from llamagpu.engine.sampler import Sampling
-from llamagpu.engine.weights import Layer, Matrix, Weights
-from llamagpu.errors import DoesNotFit
+from llamagpu.engine.weights import Layer, Matrix, Weights, joinable
+from llamagpu.errors import DeviceLost, DoesNotFit
 from llamagpu.files.config import LlamaConfig, rope_table
 from llamagpu.gpu import routes
-from llamagpu.gpu.device import Dispatch, Gpu
+from llamagpu.gpu.device import Dispatch, Gpu, Slice, slices, whole
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 
 CHUNK = 512  # most tokens of a prefill step, where the caller does not say: bounds the scratch buffers
@@ -24,6 +25,7 @@ RING = 64  # picked tokens the device keeps: more than AHEAD batches
 MOST_RECENT = 256  # tokens a repetition penalty on the device looks back
 BATCH = 8  # most decode steps in one submission
 AHEAD = 3  # submissions in flight: one runs, one waits for it, one is being handed in
+APART = "set LLAMAGPU_JOIN=0"
 VISIBLE_S = 0.015  # a batch lasts no longer: text should appear within 50 ms
 Progress = Callable[[int, int], None]
 
@@ -68,12 +70,33 @@ class Transformer:
         self.targets = gpu.zeros(rows * 4, "targets")  # [m] u32, for perplexity: the id after each
         self.scores = gpu.zeros(rows * 4, "scores")  # [m] f32, its log probability
         self.best = gpu.zeros(-(-c.vocab // 2) * 8, "best")  # candidates (logit, id), at most one per pair of rows
-        self.ring = gpu.zeros((RING + MOST_RECENT) * 4, "ring")  # [RING] u32 picked ids, then those a penalty looks at
+        # [RING] u32 picked ids, then those a penalty looks at, then the meeting of joined layers
+        self.ring = gpu.zeros((RING + MOST_RECENT + 4) * 4, "ring")
         self.sampling = gpu.zeros(32, "sampling", wgpu.BufferUsage.UNIFORM)
+        self.meeting = Slice(self.ring, 4 * (RING + MOST_RECENT), 16)  # read back with the tokens
+        self.joined = self.join_layers()
         self.capacity = 0
         self.caches: list[tuple[Any, Any]] = []  # by layer: keys, values, [kv_heads, capacity, head_dim]
         self.rope: Any = None  # [capacity, rope_dims/2] (cos, sin)
         self.reserve(context)
+        if self.joined and not self.joined.find_crew(self.caches, self.rope, self.recorder):
+            self.part_layers()
+
+    def join_layers(self) -> JoinedLayers | None:
+        """The layers of one token as one kernel, where that is possible."""
+        c, fits = self.config, all(map(stage_fits, self.weights.layers))
+        if self.layout != "buffers" or not fits or not joinable(c, self.gpu, self.fast):
+            return None
+        return JoinedLayers(
+            self.gpu, c, self.weights, self.x, self.step, self.meeting, self.kv_f32, self.fast
+        )
+
+    def part_layers(self) -> None:
+        """From here on every stage is a dispatch of its own, which can be timed."""
+        if self.joined:
+            self.joined.free()
+            self.joined = None
+            self.plans.clear()
 
     # Memory
 
@@ -83,7 +106,7 @@ class Transformer:
         # int8 records do without the f32 of the same, but where attention's kernel does not make them
         wide = rows if not (self.fast and self.fast_many) else 1
         attended = wide if routes.attention_records(c.head_dim, c.heads // c.kv_heads, gpu.caps) else rows
-        self.x = gpu.zeros(rows * c.dim * 4, "x")  # [m, dim] residual stream
+        self.x = gpu.zeros(max(rows, c.layers + 1) * c.dim * 4, "x")  # [m or layers + 1, dim] residual stream
         widest = max(c.dim, c.heads * c.head_dim)
         self.h = gpu.zeros(attended * widest * 4, "h")  # [m, dim] normalised; [m, heads, head_dim] attended
         self.q = gpu.zeros(rows * c.heads * c.head_dim * 4, "q")  # [m, heads, head_dim] rotated queries
@@ -109,14 +132,25 @@ class Transformer:
                 f"a binding holds {gpu.caps.binding_bytes >> 20}",
                 f"use -c {most} or less, or an f16 cache (-ctk f16 -ctv f16)",
             )
-        caches = [(gpu.zeros(size, f"k_cache {i}"), gpu.zeros(size, f"v_cache {i}")) for i in range(c.layers)]
+        caches = self.new_caches(size)
         rope = gpu.upload(rope_table(c, self.freq_factors, capacity), "rope")
         if old:
             self.copy_caches(caches, old, capacity)
-        freed = [*(b for pair in self.caches for b in pair), self.rope] if old else []
+        freed = {id(b := whole(k)): b for pair in self.caches for k in pair} | {0: self.rope} if old else {}
         self.plans.clear()  # and then all at once: a Ctrl-C finds the old cache or the new one, whole
         self.caches, self.rope, self.capacity = caches, rope, capacity
-        gpu.free(*freed)
+        gpu.free(*freed.values())
+
+    def new_caches(self, size: int) -> list[tuple[Any, Any]]:
+        """By layer; stacked where layers are joined, as far as a binding reaches."""
+        gpu, layers = self.gpu, self.config.layers
+        found: list[tuple[Any, Any]] = []
+        most = max(1, gpu.caps.binding_bytes // size) if self.joined else 1
+        for start in range(0, layers, most):
+            count = min(most, layers - start)
+            k, v = gpu.zeros(count * size, "k_cache"), gpu.zeros(count * size, "v_cache")
+            found += zip(slices(k, count), slices(v, count), strict=True)
+        return found
 
     def check_most(self, context: int) -> None:
         most = routes.most_positions(self.config.head_dim, self.gpu.caps, self.layout == "images")
@@ -135,8 +169,9 @@ class Transformer:
             for source, target in zip(before, after, strict=True):
                 for head in range(self.config.kv_heads):
                     encoder.copy_buffer_to_buffer(
-                        source, head * old * row, target, head * new * row, old * row
-                    )
+                        source.buffer, source.offset + head * old * row,
+                        target.buffer, target.offset + head * new * row, old * row,
+                    )  # fmt: skip
         self.gpu.device.queue.submit([encoder.finish()])
 
     # The cache, out of the device and back
@@ -185,7 +220,7 @@ class Transformer:
             self.plans[key] = Plan(
                 [
                     *self.body(m, reach, embed),
-                    self.norm(self.weights.output_norm, 1, last=True),
+                    self.norm(self.weights.output_norm, 1, last=True, x=self.after_layers(m)),
                     *ops.head(self.gpu, h, head, self.logits, self.best, self.step, self.inputs(1)),
                 ]
             )
@@ -194,9 +229,16 @@ class Transformer:
     def body(self, m: int, reach: int = 0, embed: bool = True) -> list[Dispatch]:
         """From token ids to the residual stream after the last layer; keys and values go into the caches."""
         dispatches = ops.embed(self.gpu, self.tokens, self.weights.token_embd, self.x, m) if embed else []
+        if m == 1 and self.joined:
+            return dispatches + self.joined.dispatches(self.caches, self.rope)
         for layer, caches in zip(self.weights.layers, self.caches, strict=True):
             dispatches += self.block(layer, *caches, m, reach)
         return dispatches
+
+    def after_layers(self, m: int) -> Any:
+        """Where `body` leaves the residual stream."""
+        row = 4 * self.config.dim
+        return Slice(self.x, self.config.layers * row, row) if m == 1 and self.joined else self.x
 
     def block(self, layer: Layer, k_cache: Any, v_cache: Any, m: int, reach: int) -> list[Dispatch]:
         c = self.config
@@ -215,10 +257,11 @@ class Transformer:
             return ops.linear(gpu, self.x, matrix, m, out, step, "norm", made=made)
         return [self.norm(norm, m), *ops.linear(gpu, self.normed(m), matrix, m, out, step, inputs)]
 
-    def norm(self, weight: Any, m: int, last: bool = False) -> Dispatch:
+    def norm(self, weight: Any, m: int, last: bool = False, x: Any = None) -> Dispatch:
         table = routes.NORM_I8 if self.inputs(m) == "i8" else routes.NORM
         c = self.config
-        return ops.rms_norm(self.gpu, self.x, weight, self.normed(m), c.dim, c.norm_eps, m, self.step, last, table)
+        x = x or self.x
+        return ops.rms_norm(self.gpu, x, weight, self.normed(m), c.dim, c.norm_eps, m, self.step, last, table)
 
     def attend_linear(self, matrix: Matrix, k_cache: Any, v_cache: Any, m: int, reach: int) -> list[Dispatch]:
         """Attention and the linear that takes it back to the residual stream. Of a split context the parts are joined
@@ -233,7 +276,9 @@ class Transformer:
             self.kv_f32, i8=i8, splits=splits, stats=self.stats, reach=reach, rough=self.rough,
         )  # fmt: skip
         if splits > 1 and i8 and m == 1 and routes.merge_in_linear(width, splits):
-            made = ops.Made({"stats": self.stats}, {"HEAD_DIM": c.head_dim, "SPLITS": splits})
+            made = ops.Made(
+                {"stats": self.stats}, {"HEAD_DIM": c.head_dim, "SPLITS": splits}, ("splits_fixed",)
+            )
             return [found, *ops.linear(gpu, self.partial, matrix, m, out, step, "merge", made=made)]
         between = []
         if splits > 1:
@@ -280,7 +325,7 @@ class Transformer:
 
     def reach(self, m: int, pos: int) -> int:
         """How far back attention looks, as the first number of positions for which the plan is the same."""
-        if self.attention(m) != "attend_split":
+        if self.attention(m) != "attend_split" or (m == 1 and self.joined):
             return 0
         return routes.reach(min(pos + 1, self.config.sliding_window or pos + 1))
 
@@ -301,10 +346,11 @@ class Transformer:
         if ("score", m) not in self.plans:
             c, gpu, head, inputs, h = self.config, self.gpu, self.weights.output, self.inputs(m), self.normed(m)
             logits = gpu.zeros(m * c.vocab * 4, "all logits")  # [m, vocab]
-            norm = self.norm(self.weights.output_norm, m)
+            x = self.after_layers(m)
+            norm = self.norm(self.weights.output_norm, m, x=x)
             if not all(routes.fits_any(routes.LINEAR, part.shape(m, inputs), gpu.caps) for part in head.parts):
                 inputs, h = "f32", gpu.zeros(m * c.dim * 4, "normed")  # f16, which int8 records have no kernel for
-                norm = ops.rms_norm(gpu, self.x, self.weights.output_norm, h, c.dim, c.norm_eps, m, self.step)
+                norm = ops.rms_norm(gpu, x, self.weights.output_norm, h, c.dim, c.norm_eps, m, self.step)
             self.plans["score", m] = Plan(
                 [
                     *self.body(m, self.reach(m, 0)),
@@ -431,6 +477,8 @@ class Transformer:
                     return
                 result, count = pending.popleft()
                 ring = result.wait()
+                if ring[RING + MOST_RECENT + 1]:  # of the meeting
+                    raise DeviceLost("workgroups that wait for each other did not run at the same time", APART)
                 now = time.perf_counter()
                 if picked:  # the first choice waited for the prompt
                     took, before = (now - last) / count, took  # a step; of two batches one may have waited for the host

@@ -28,6 +28,7 @@ class Made:
 
     buffers: dict[str, Any]
     consts: dict[str, Const]
+    parts: tuple[str, ...] = ()
 
 
 def parts_of(
@@ -36,7 +37,7 @@ def parts_of(
     """A route's parts by file name."""
     names = ["half_native" if gpu.caps.half else "half_bits"]
     scales = [] if form == "f16" else ["scales"]
-    arithmetic = "f32" if inputs == "f32" else "i8"
+    arithmetic = "f32" if inputs.endswith("f32") else "i8"
     record = "record_subgroup" if gpu.caps.subgroup >= 4 else "record_tree"
     for role in route.parts:
         if role in ("weight", "block"):
@@ -46,8 +47,9 @@ def parts_of(
         elif role == "dot":
             halves = "dot_f16" if arithmetic == "f32" else "dot_f16_i8"
             dot = [halves] if form == "f16" else [f"planes_{form}", f"dot_{arithmetic}"]
-            made = ["inputs_made", record] if inputs in routes.MADE else []
-            names += [*scales, f"inputs_{inputs}", *made, *dot]
+            made = {"i8": ["inputs_made", record], "f32": ["inputs_made_f32"]}[arithmetic]
+            kind = inputs.removesuffix("_f32")
+            names += [*scales, f"inputs_{kind}", *(made if kind in routes.MADE else []), *dot]
         elif role == "reduce":
             names.append("reduce_subgroup" if subgroups_fit(gpu, route) else "reduce_tree")
         elif role == "out":
@@ -116,7 +118,7 @@ def linear(
         if made:
             consts |= made.consts
             buffers |= made.buffers
-        parts = parts_of(gpu, route, part.form, inputs, out.part)
+        parts = (*parts_of(gpu, route, part.form, inputs, out.part), *(made.parts if made else ()))
         dispatches.append(gpu.dispatch(route.kernel, parts, consts, buffers, at(gpu, route, shape, m)))
     return dispatches
 
@@ -135,6 +137,11 @@ def store(y: Any, matrix: Matrix) -> Out:
 
 def add(y: Any, matrix: Matrix) -> Out:
     return rows_out("out_add", y, matrix)
+
+
+def sum_to(y: Any, old: Any, matrix: Matrix, up: int = 0) -> Out:
+    """The residual stream from one buffer to another, by layer; into the row of the next layer with `up` = 1."""
+    return Out("out_sum", {"y": y, "old": old}, {"WIDTH": matrix.n, "BIAS": matrix.bias is not None, "UP": up})
 
 
 def swiglu(y: Any, matrix: Matrix) -> Out:
@@ -200,7 +207,8 @@ def rms_norm(
 def attend(
     gpu: Gpu, config: LlamaConfig, q: Any, k_cache: Any, v_cache: Any, y: Any, m: int, step: Any,
     kv_f32: bool, table: tuple[Route, ...] | None = None, i8: bool = False, splits: int = 1, stats: Any = None,
-    reach: int = 1, rough: bool = False,
+    reach: int = 1, rough: bool = False, more: dict[str, Const] | None = None,
+    parts: tuple[str, ...] = (),
 ) -> Dispatch:  # fmt: skip
     """Attention of m tokens; the split kernel may leave `splits` partial results for attend_merge. With `rough`
     the kernel for many tokens multiplies in int8 and f16 where it can."""
@@ -226,9 +234,9 @@ def attend(
         consts |= {"SUBGROUP": size, "TEAM": min(8, size), "STRANDS": strands, "I8": i8}
         buffers["stats"] = stats or gpu.zeros(m * config.heads * splits * 8, "stats")
         shape = config.kv_heads, splits
-    parts = parts_of(gpu, route, kv="f32" if kv_f32 else "f16", score="i8" if rough else "f32")
+    parts = (*parts_of(gpu, route, kv="f32" if kv_f32 else "f16", score="i8" if rough else "f32"), *parts)
     grid = at(gpu, route, shape, m)
-    return gpu.dispatch(route.kernel, parts, consts | tuning(gpu, route), buffers, grid)
+    return gpu.dispatch(route.kernel, parts, consts | tuning(gpu, route) | (more or {}), buffers, grid)
 
 
 def attend_image(

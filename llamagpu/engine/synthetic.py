@@ -1,12 +1,15 @@
 """Models without a file: the shapes of real ones, with random weights made on the device. For benchmarks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from llamagpu.engine.shelves import Shelves, runs_of
 from llamagpu.engine.tiled import upload_tiles
-from llamagpu.engine.weights import Layer, Matrix, Part, Weights
+from llamagpu.engine.weights import Layer, Matrix, Part, Weights, joinable
 from llamagpu.errors import LlamaGpuError
 from llamagpu.files.config import LlamaConfig
 from llamagpu.files.repack import FORMATS, Packed
@@ -15,6 +18,8 @@ from llamagpu.gpu import routes
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Plan, Recorder
 from llamagpu.gpu.routes import Linear
+
+Room = Callable[[int, str], Any]  # (bytes, label) to a buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,17 @@ def synthetic_weights(gpu: Gpu, config: LlamaConfig, quant: str, tiled: bool = F
     c, (most, some, output) = config, MIXES[quant]
     recorder = Recorder(gpu)
 
-    def matrix(kinds: list[tuple[str, int]], k: int, label: str) -> Matrix:
+    def special(layer: int) -> str:
+        few = layer < c.layers // 8 or layer >= 7 * c.layers // 8 or (layer - c.layers // 8) % 3 == 2
+        return some if few else most
+
+    runs: list[range] = []
+    if not tiled and joinable(c, gpu, fast=True):
+        widest = 2 * c.ffn_dim * c.dim * max(row_bits(kind, gpu) for kind in MIXES[quant]) // 8
+        runs = runs_of([special(i) for i in range(c.layers)], max(1, gpu.caps.binding_bytes // widest))
+    shelves = Shelves(gpu, runs)
+
+    def matrix(kinds: list[tuple[str, int]], k: int, label: str, layer: int | None = None) -> Matrix:
         """Rows in these types, one after the other; neighbours of one type are one part."""
         joined: list[tuple[str, int]] = []
         for kind, n in kinds:
@@ -93,23 +108,23 @@ def synthetic_weights(gpu: Gpu, config: LlamaConfig, quant: str, tiled: bool = F
             if tiled:
                 parts += random_tiles(gpu, kind, n, k, row0, label)
             else:
-                parts += random_parts(gpu, recorder, kind, n, k, row0, label)
+                room = partial(shelves.room, layer=layer)
+                parts += random_parts(gpu, recorder, kind, n, k, row0, label, room)
         return Matrix(sum(p.n for p in parts), k, tuple(parts))
 
-    def norm(label: str) -> Any:
+    def norm(label: str, layer: int | None = None) -> Any:
         ones = np.ones((1, c.dim // 4, 4), np.float32)
-        return gpu.upload_image(ones, label) if tiled else gpu.upload(ones, label)
+        return gpu.upload_image(ones, label) if tiled else shelves.upload(ones, label, layer)
 
     def layer(i: int) -> Layer:
-        special = some if i < c.layers // 8 or i >= 7 * c.layers // 8 or (i - c.layers // 8) % 3 == 2 else most
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         return Layer(
-            attn_norm=norm("attn_norm"),
-            qkv=matrix([(most, q), (most, kv), (special, kv)], c.dim, "qkv"),
-            attn_output=matrix([(most, c.dim)], q, "attn_output"),
-            ffn_norm=norm("ffn_norm"),
-            gate_up=(matrix([(most, 2 * c.ffn_dim)], c.dim, "gate_up"),),
-            ffn_down=matrix([(special, c.dim)], c.ffn_dim, "ffn_down"),
+            attn_norm=norm("attn_norm", i),
+            qkv=matrix([(most, q), (most, kv), (special(i), kv)], c.dim, "qkv", i),
+            attn_output=matrix([(most, c.dim)], q, "attn_output", i),
+            ffn_norm=norm("ffn_norm", i),
+            gate_up=(matrix([(most, 2 * c.ffn_dim)], c.dim, "gate_up", i),),
+            ffn_down=matrix([(special(i), c.dim)], c.ffn_dim, "ffn_down", i),
         )
 
     token_embd = matrix([(output if c.tied else most, c.vocab)], c.dim, "token_embd")
@@ -144,30 +159,45 @@ def random_tiles(gpu: Gpu, kind: str, n: int, k: int, row0: int, label: str) -> 
     return [replace(part, row0=row0 + part.row0) for part in parts]
 
 
-def random_parts(gpu: Gpu, recorder: Recorder, kind: str, n: int, k: int, row0: int, label: str) -> list[Part]:
+def form_of(kind: str, gpu: Gpu) -> str:
+    known = FORMATS.get(kind)
+    if known is None:
+        return "f16"
+    return "q6" if known.form == "q8" and known.group == 16 and not gpu.caps.cpu else known.form
+
+
+def row_bits(kind: str, gpu: Gpu) -> int:
+    """Of a weight, without its scales."""
+    return {"q4": 4, "q6": 6, "q8": 8, "f16": 16}[form_of(kind, gpu)]
+
+
+def random_parts(
+    gpu: Gpu, recorder: Recorder, kind: str, n: int, k: int, row0: int, label: str, room: Room
+) -> list[Part]:
     """Rows of one type as `load_weights` would store them for precision fast."""
     known = FORMATS.get(kind)
-    form, group, width = (known.form, known.group, known.width) if known else ("f16", k, 0)
-    if form == "q8" and group == 16 and not gpu.caps.cpu:
-        form = "q6"
-    row_bytes = k * {"q4": 4, "q6": 6, "q8": 8, "f16": 16}[form] // 8
+    form, group, width = form_of(kind, gpu), known.group if known else k, known.width if known else 0
+    row_bytes = k * row_bits(kind, gpu) // 8
     most = gpu.caps.binding_bytes // row_bytes // 2 * 2
     parts = []
     for start in range(0, n, most):
         rows = min(most, n - start)
-        words = filled(gpu, recorder, rows * row_bytes, 0x1C001C00 if form == "f16" else 0, label)  # f16: 0.0039 each
+        value = 0x1C001C00 if form == "f16" else 0  # f16: 0.0039 each
+        words = filled(gpu, recorder, rows * row_bytes, value, label, room)
         scales, scale_f32 = None, not gpu.caps.half
         if width:
             half = int(np.float16(SMALL_SCALE).view(np.uint16))
             value = int(np.float32(SMALL_SCALE).view(np.uint32)) if scale_f32 else half | half << 16
             size = rows * (k // group) * width * (4 if scale_f32 else 2)
-            scales = filled(gpu, recorder, size, value, f"{label}.scales")
+            scales = filled(gpu, recorder, size, value, f"{label}.scales", room)
         parts.append(Part(row0 + start, rows, k, group, form, width == 2, scale_f32, words, scales))
     return parts
 
 
-def filled(gpu: Gpu, recorder: Recorder, nbytes: int, value: int, label: str) -> Any:
-    buffer = gpu.zeros(nbytes, label)
+def filled(
+    gpu: Gpu, recorder: Recorder, nbytes: int, value: int, label: str, room: Room | None = None
+) -> Any:
+    buffer = (room or gpu.zeros)(nbytes, label)
     consts = {"WORDS": buffer.size // 4, "VALUE": value, "SEED": len(label) + buffer.size % 1000003}
     groups = min(1024, -(-buffer.size // 1024))
     recorder.submit([(Plan([gpu.dispatch("fill_random", (), consts, {"y": buffer}, (groups, 1, 1))]), 1, 0)])

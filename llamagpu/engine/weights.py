@@ -13,15 +13,28 @@ from typing import Any
 
 import numpy as np
 
+from llamagpu.engine.shelves import Shelves, runs_of
 from llamagpu.files.config import LlamaConfig
 from llamagpu.files.gguf_file import RawTensor
 from llamagpu.files.packed_file import PackedTensors
-from llamagpu.files.repack import Packed, concat, interleave, repack, rope_rows, slice_rows, small, take_rows
+from llamagpu.files.repack import (
+    Packed,
+    concat,
+    interleave,
+    repack,
+    rope_rows,
+    row_bytes,
+    slice_rows,
+    small,
+    take_rows,
+)
+from llamagpu.gpu import routes
 from llamagpu.gpu.device import Gpu, nbytes
 from llamagpu.gpu.routes import Linear
 from llamagpu.gpu.shaders import Const
 
 Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
+Upload = Callable[[np.ndarray[Any, Any], str], Any]  # (data, label) to a buffer
 Tensors = dict[str, RawTensor]
 
 
@@ -95,8 +108,10 @@ class Weights:
 
 
 def upload_matrix(
-    gpu: Gpu, packed: Iterable[Packed], label: str, bias: np.ndarray[Any, Any] | None = None, fast: bool = False
-) -> Matrix:
+    gpu: Gpu, packed: Iterable[Packed], label: str, bias: np.ndarray[Any, Any] | None = None, fast: bool = False,
+    upload: Upload | None = None,
+) -> Matrix:  # fmt: skip
+    upload = upload or gpu.upload
     parts: list[Part] = []
     row0 = 0
     for whole in packed:
@@ -106,14 +121,16 @@ def upload_matrix(
         most = max(2, fitting // 64 * 64 or fitting // 2 * 2)
         for start in range(0, whole.n, most):
             piece = slice_rows(whole, start, min(start + most, whole.n))
-            parts.append(upload_part(gpu, piece, row0, label, fast))
+            parts.append(upload_part(gpu, piece, row0, label, fast, upload))
             row0 += piece.n
-    bias_buffer = None if bias is None else gpu.upload(bias.astype(np.float32), f"{label}.bias")
+    bias_buffer = None if bias is None else upload(bias.astype(np.float32), f"{label}.bias")
     return Matrix(row0, parts[0].k, tuple(parts), bias_buffer)
 
 
-def upload_part(gpu: Gpu, packed: Packed, row0: int, label: str, fast: bool = False) -> Part:
-    scales = packed.scales
+def upload_part(
+    gpu: Gpu, packed: Packed, row0: int, label: str, fast: bool = False, upload: Upload | None = None
+) -> Part:
+    upload, scales = upload or gpu.upload, packed.scales
     if scales is not None and not gpu.caps.half:
         scales = scales.astype(np.float32)  # decoding f16 by hand would cost more than the bytes
     elif scales is not None and fast:
@@ -126,8 +143,8 @@ def upload_part(gpu: Gpu, packed: Packed, row0: int, label: str, fast: bool = Fa
         form=packed.form,
         pair=scales is not None and scales.shape[2] == 2,
         scale_f32=scales is not None and scales.dtype == np.float32,
-        words=gpu.upload(split_planes(packed.words) if packed.form == "q8" else packed.words, label),
-        scales=None if scales is None else gpu.upload(scales, f"{label}.scales"),
+        words=upload(split_planes(packed.words) if packed.form == "q8" else packed.words, label),
+        scales=None if scales is None else upload(scales, f"{label}.scales"),
     )
 
 
@@ -168,14 +185,39 @@ def load_weights(
 ) -> Weights:
     """Everything on the device; `fast` keeps all scales as f16."""
     jobs = list(matrix_jobs(tensors, config, repack if gpu.caps.cpu else repack_small))
+    shelves = Shelves(gpu, alike(tensors, config, gpu) if joinable(config, gpu, fast) else ())
     done: dict[str, Any] = {}
     for count, (label, (packed, bias)) in enumerate(ahead(jobs)):
-        done[label] = upload_matrix(gpu, packed, label, bias, fast)
+        done[label] = upload_matrix(gpu, packed, label, bias, fast, partial(shelves.upload, layer=layer_of(label)))
         if progress:
             progress(count + 1, len(jobs))
     for name in norm_names(config):
-        done[name] = gpu.upload(small(tensors[name]), name)
+        done[name] = shelves.upload(small(tensors[name]), name.removesuffix(".weight"), layer_of(name))
     return assemble(done, config)
+
+
+def layer_of(label: str) -> int | None:
+    """Of "blk.3.qkv" it is 3."""
+    return int(label.split(".")[1]) if label.startswith("blk.") else None
+
+
+def joinable(config: LlamaConfig, gpu: Gpu, fast: bool) -> bool:
+    """Whether the layers of one token can be one kernel (see engine/layers.py)."""
+    c = config
+    return routes.joinable(c.dim, c.ffn_dim, routes.Heads(c.heads, c.kv_heads, c.head_dim), fast, gpu.caps)
+
+
+def alike(tensors: Tensors, config: LlamaConfig, gpu: Gpu) -> list[range]:
+    """Layers that such a kernel can run one after another: of the same types, and no more than a binding holds of their
+    largest matrices (gate and up are one)."""
+    stored: list[dict[str, RawTensor]] = [{} for _ in range(config.layers)]
+    for name, tensor in tensors.items():
+        if (layer := layer_of(name)) is not None and layer < config.layers:
+            stored[layer][name.split(".", 2)[2]] = tensor
+    kinds = [tuple(sorted((name, t.kind) for name, t in layer.items())) for layer in stored]
+    matrices = [t for layer in stored for t in layer.values() if len(t.shape) == 2]
+    largest = 2 * max(t.shape[0] * row_bytes(t.kind, t.shape[1])[0] for t in matrices)
+    return runs_of(kinds, max(1, gpu.caps.binding_bytes // largest))
 
 
 def norm_names(config: LlamaConfig) -> list[str]:

@@ -8,8 +8,10 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import wgpu
 
 from llamagpu.errors import DoesNotFit, LlamaGpuError, NoAdapter
 from llamagpu.gpu import shaders
+from llamagpu.gpu.join import Stage, join
 from llamagpu.gpu.routes import Caps
 
 FEATURES = ("subgroup", "shader-f16", "timestamp-query", "timestamp-query-inside-passes")
@@ -107,16 +110,28 @@ def missing() -> str:
     return ": the Vulkan loader finds no driver that works"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dispatch:
-    """One kernel launch, ready to record. `grid` holds workgroup counts for the plan's tokens and position."""
+    """One kernel launch; compiled and bound when it is first asked for. `grid` holds workgroup counts for the plan's
+    tokens and position."""
 
-    label: str
-    pipeline: Any
-    bind_group: Any
+    gpu: "Gpu" = field(repr=False)
+    label: str  # the kernel's name
+    source: str = field(repr=False)
+    consts: dict[str, shaders.Const]  # what it was made of: `profile` counts from it
+    buffers: dict[str, Any]
     grid: Any  # (x, y, z) or a function of (m, pos) that gives them
-    consts: dict[str, shaders.Const] = field(default_factory=dict)  # what it was made of: `profile` counts from it
-    buffers: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def pipeline(self) -> Any:
+        return self.gpu.pipeline(self.source, self.label)
+
+    @cached_property
+    def bind_group(self) -> Any:
+        numbers = shaders.bindings(self.source)
+        entries = [{"binding": number, "resource": resource(self.buffers[name])} for name, number in numbers.items()]
+        layout = self.pipeline.get_bind_group_layout(0)
+        return self.gpu.device.create_bind_group(layout=layout, entries=entries, label=self.label)
 
 
 class Gpu:
@@ -152,6 +167,7 @@ class Gpu:
             image_side=limits["max-texture-dimension-2d"],
             scalar=os.environ.get("LLAMAGPU_SCALAR") == "1",
             f16="shader-f16" in self.features,
+            join=self.may_join(),
         )
 
     @classmethod
@@ -169,6 +185,14 @@ class Gpu:
     @property
     def software(self) -> bool:
         return self.caps.cpu
+
+    def may_join(self) -> bool:
+        """Whether workgroups of one kernel may wait for each other. WebGPU promises neither that they run at the same
+        time nor that they see each other's stores; Vulkan drivers of GPUs do, and `Transformer` tries it out.
+        LLAMAGPU_JOIN=0 says no, 1 says yes on a software adapter, too."""
+        wanted = os.environ.get("LLAMAGPU_JOIN", "")
+        gpu = self.info["adapter_type"] != "CPU" and self.info["backend_type"] == "Vulkan"
+        return wanted == "1" or (gpu and wanted != "0")
 
     # Buffers
 
@@ -193,6 +217,8 @@ class Gpu:
         return buffer
 
     def write(self, buffer: Any, data: np.ndarray[Any, Any], offset: int = 0) -> None:
+        if isinstance(buffer, Slice):
+            buffer, offset = buffer.buffer, buffer.offset + offset
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         whole = raw.size // 4 * 4
         for start in range(0, whole, STAGING):
@@ -214,6 +240,8 @@ class Gpu:
 
     def read(self, buffer: Any, dtype: Any, count: int, offset: int = 0) -> np.ndarray[Any, Any]:
         size = count * np.dtype(dtype).itemsize
+        if isinstance(buffer, Slice):
+            buffer, offset = buffer.buffer, buffer.offset + offset
         return np.frombuffer(self.device.queue.read_buffer(buffer, offset, -(-size // 4) * 4), dtype, count)
 
     def staging_for(self, size: int) -> Any:
@@ -271,19 +299,14 @@ class Gpu:
 
     # Pipelines
 
-    def pipeline(
-        self, kernel: str, parts: tuple[str, ...], consts: dict[str, shaders.Const]
-    ) -> tuple[Any, dict[str, int]]:
-        """The compiled kernel for these constants, and its binding numbers by name."""
-        source = shaders.compose(kernel, parts, consts)
+    def pipeline(self, source: str, label: str) -> Any:
         if source not in self.pipelines:
             started = time.perf_counter()
-            module = shaders.create_module(self.device, source, kernel, self.trusted)
+            module = shaders.create_module(self.device, source, label, self.trusted)
             stage = {"module": module, "entry_point": "main"}
-            pipeline = self.device.create_compute_pipeline(layout="auto", compute=stage, label=kernel)
-            self.pipelines[source] = (pipeline, shaders.bindings(source))
+            self.pipelines[source] = self.device.create_compute_pipeline(layout="auto", compute=stage, label=label)
             self.compile_seconds += time.perf_counter() - started
-        return self.pipelines[source]  # type: ignore[no-any-return]
+        return self.pipelines[source]
 
     def dispatch(
         self,
@@ -293,19 +316,16 @@ class Gpu:
         buffers: dict[str, Any],
         grid: Any,
     ) -> Dispatch:
-        pipeline, numbers = self.pipeline(kernel, parts, consts)
+        source = shaders.compose(kernel, parts, consts)
+        numbers = shaders.bindings(source)
         if missing := set(numbers) - set(buffers):
             raise LlamaGpuError(f"{kernel}: no buffer for {', '.join(sorted(missing))}")
-        entries = [{"binding": number, "resource": resource(buffers[name])} for name, number in numbers.items()]
-        layout = pipeline.get_bind_group_layout(0)
-        return Dispatch(
-            kernel,
-            pipeline,
-            self.device.create_bind_group(layout=layout, entries=entries, label=kernel),
-            grid,
-            consts,
-            {name: buffers[name] for name in numbers},
-        )
+        return Dispatch(self, kernel, source, consts, {name: buffers[name] for name in numbers}, grid)
+
+    def joined(self, stages: Sequence[Stage], workgroups: int, meeting: Any, layers: Any) -> Dispatch:
+        """One dispatch that does the work of several, all of the same workgroup size, for each of the layers."""
+        source, buffers = join(stages, workgroups, meeting, layers)
+        return Dispatch(self, "layers", source, {}, buffers, (workgroups, 1, 1))
 
     # Probes: what the adapter says of itself is not always true or there at all
 
@@ -344,7 +364,35 @@ class Gpu:
         return int(np.frombuffer(self.device.queue.read_buffer(buffer), np.uint32)[0])
 
 
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Some bytes of a buffer, where a binding may begin: at a multiple of ALIGN."""
+
+    buffer: Any
+    offset: int
+    size: int
+
+    @property
+    def label(self) -> str:
+        return str(self.buffer.label)
+
+
+ALIGN = 256  # what every WebGPU implementation takes
+
+
+def slices(buffer: Any, count: int) -> list[Slice]:
+    """`count` equal parts of a buffer."""
+    size = buffer.size // count
+    return [Slice(buffer, i * size, size) for i in range(count)]
+
+
+def whole(buffer: Any) -> Any:
+    return buffer.buffer if isinstance(buffer, Slice) else buffer
+
+
 def resource(buffer: Any) -> Any:
+    if isinstance(buffer, Slice):
+        return {"buffer": buffer.buffer, "offset": buffer.offset, "size": buffer.size}
     return buffer.create_view() if isinstance(buffer, wgpu.GPUTexture) else {"buffer": buffer}
 
 

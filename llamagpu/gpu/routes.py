@@ -22,6 +22,7 @@ class Caps:
     image_side: int = 8192  # texels of a storage texture, each way
     scalar: bool = False  # take the last row that fits instead: the kernels for every shape, as a baseline
     f16: bool = False  # computes with f16
+    join: bool = False  # workgroups may wait for each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +254,58 @@ LINEAR = (
     Route("linear_gemm", lambda s, c: words(s, 8), "k and group % 8 = 0", tiles, ("weight", "out")),
     Route("linear_any", lambda s, c: s.inputs == "f32" and plain(s), "-", pairs_by_token, ("weight", "out")),
 )  # fmt: skip
+
+# A kernel of whole layers (gpu/join.py): its workgroups must all run at the same time, so there are few and large ones
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The workgroups of such a kernel."""
+
+    count: int  # a power of two
+    invocations: int  # of each
+
+
+def crews(dim: int, caps: Caps) -> tuple[Crew, ...]:
+    """What to try, in this order. On an H200 (2026-11-15) many small workgroups are better for a model with little to
+    do in a layer (SmolLM2 -8 %), few large ones for the others (1B, 8B -2 %); fewer than 128 are for smaller GPUs."""
+    if caps.cpu:
+        return (Crew(1, 256),)  # for tests: llvmpipe runs as many as it has threads, and ends long loops
+    first = (Crew(256, 256),) if dim < 1024 else ()
+    return (*first, *(Crew(count, 512) for count in (128, 64, 32, 16)))
+
+
+def joined_linear(s: Linear, crew: Crew, caps: Caps) -> Route:
+    """As many lanes share two rows as give every subgroup something to do."""
+    lanes = caps.subgroup
+    while 2 * lanes <= crew.invocations and lanes < s.k // 32 and s.n * lanes <= crew.count * crew.invocations:
+        lanes *= 2
+    consts = {"WORKGROUP": crew.invocations, "LANES": lanes}
+    return Route("linear_turns", lambda s, c: one(s), "a stage", row_pairs, ("dot", "out", "reduce"), consts)
+
+
+def joined_strands(group: int, crew: Crew, caps: Caps) -> int:
+    return 1 << ((crew.invocations // caps.subgroup // group).bit_length() - 1)
+
+
+def joined_splits(kv_heads: int) -> int:
+    """Splits at most: as many as make 128 workgroups."""
+    return max(1, 128 // kv_heads)
+
+
+def joinable(dim: int, ffn_dim: int, heads: Heads, fast: bool, caps: Caps) -> bool:
+    """Whether the layers of one token can be one kernel: the input of any linear fits into workgroup memory, everything
+    begins on a line of its own, and a kernel may bind enough."""
+    widest = max(dim, ffn_dim, heads.count * heads.dim)
+    memory = (widest * 3 // 2 if fast else widest * 4) + 4096
+    smallest = min(crew.invocations for crew in crews(dim, caps))
+    return (
+        caps.join and caps.subgroup >= 4 and heads.share * caps.subgroup <= smallest
+        and max(crew.invocations for crew in crews(dim, caps)) <= caps.invocations
+        and dim % 64 == 0 and ffn_dim % 64 == 0 and heads.dim % 64 == 0
+        and caps.storage_buffers >= 30 and caps.workgroup_bytes >= memory
+    )  # fmt: skip
+
 
 NORM = (
     Route("rms_norm_vec4", lambda width, c: width % 4 == 0, "width % 4 = 0", rows, ("reduce",)),

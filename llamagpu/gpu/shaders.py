@@ -46,7 +46,10 @@ def compose(kernel: str, parts: tuple[str, ...], consts: dict[str, Const]) -> st
     """The kernel's whole source: parts in order, the kernel, repeated declarations dropped, constants set."""
     seen: set[str] = set()
     lines = []
-    for line in "\n".join(read(name) for name in (*parts, kernel)).splitlines():
+    whole = "\n".join(read(name) for name in (*parts, kernel))
+    if re.search(r"(?<!fn )\b(layer\(\)|wait\(index)", whole):
+        whole = read("alone") + "\n" + whole
+    for line in whole.splitlines():
         name = declared_name(line)
         if name in seen:
             continue

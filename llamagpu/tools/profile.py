@@ -2,7 +2,7 @@
 the pass they would share anyway. What the timestamps themselves cost is measured and taken off."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ class Phase:
     plain_ns: float  # the same pass without timestamps inside
     stamped_ns: float
     host: Span
+    joined_ns: float | None = None  # as it runs, where the layers are one kernel: that has no times between its stages
 
     @property
     def net_ns(self) -> float:
@@ -50,9 +51,10 @@ class Phase:
     def overhead(self) -> str:
         plain, stamped = self.plain_ns / 1e3, self.stamped_ns / 1e3
         taken = (self.stamped_ns - self.net_ns) / 1e3 / max(1, len(self.slices))
+        joined = f"{self.joined_ns / 1e3:.1f} us as it runs, layers joined; with " if self.joined_ns else ""
         return (
-            f"{len(self.slices)} dispatches: {plain:.1f} us without timestamps between them, {stamped:.1f} us with "
-            f"({stamped / plain - 1:+.1%}); {taken:.2f} us are taken off each below"
+            f"{joined}{len(self.slices)} dispatches: {plain:.1f} us without timestamps between them, {stamped:.1f} us "
+            f"with ({stamped / plain - 1:+.1%}); {taken:.2f} us are taken off each below"
         )
 
 
@@ -107,7 +109,13 @@ def profile(model: Transformer, name: str, n_prompt: int, n_gen: int, depth: int
             f"{gpu.info['device']} has no timestamps inside passes",
             "`bench` works without them, on the host's clock",
         )
-    phases = []
+    phases, joined_ns = [], None
+    if n_gen and model.joined:
+        start = max(1, depth)
+        model.history = [0] * start
+        model.room_for(n_gen)
+        joined_ns = quickest(model, watch, 1, start, model.steps(start, n_gen, model.choose()))
+    model.part_layers()
     if n_prompt:
         m = min(n_prompt, model.chunk)
         model.history = [0] * depth
@@ -118,38 +126,37 @@ def profile(model: Transformer, name: str, n_prompt: int, n_gen: int, depth: int
         start = max(1, depth)
         model.history = [0] * start
         model.room_for(n_gen)
-        phases.append(
-            phase(
-                model,
-                watch,
-                f"{n_gen} tokens at {start}",
-                1,
-                start,
-                model.steps(start, n_gen, model.choose()),
-            )
-        )
+        steps = model.steps(start, n_gen, model.choose())
+        phases.append(replace(phase(model, watch, f"{n_gen} tokens at {start}", 1, start, steps), joined_ns=joined_ns))
     return Profile(
         name, gpu.info["device"], gpu.info["description"], "fast" if model.fast else "high",
         copy or copy_bandwidth(gpu), peak_flops(gpu, False), peak_flops(gpu, True), tuple(phases),
     )  # fmt: skip
 
 
+def rewind(model: Transformer, m: int, pos: int) -> None:
+    model.gpu.write(model.step, np.array([pos, m, model.capacity, 0], np.uint32))
+
+
+def quickest(model: Transformer, watch: Stopwatch, m: int, pos: int, steps: list[Step]) -> float:
+    """Nanoseconds of the pass, warm, without timestamps inside."""
+
+    def plain() -> float:
+        rewind(model, m, pos)
+        return watch.pass_ns(steps)
+
+    warm_up(model.gpu, plain)
+    return min(plain() for _ in range(REPEATS))
+
+
 def phase(model: Transformer, watch: Stopwatch, name: str, m: int, pos: int, steps: list[Step]) -> Phase:
     """`steps` again and again from the same position; the quickest run of each kind."""
 
-    def rewind() -> None:
-        model.gpu.write(model.step, np.array([pos, m, model.capacity, 0], np.uint32))
-
-    def plain() -> float:
-        rewind()
-        return watch.pass_ns(steps)
-
     def stamped() -> tuple[np.ndarray[Any, Any], Span]:
-        rewind()
+        rewind(model, m, pos)
         return watch.each_ns(steps)
 
-    warm_up(model.gpu, plain)
-    plain_ns = min(plain() for _ in range(REPEATS))
+    plain_ns = quickest(model, watch, m, pos, steps)
     stamped()
     stamps, host = min((stamped() for _ in range(REPEATS)), key=lambda run: run[0][-1] - run[0][0])
     widths = np.diff(stamps)

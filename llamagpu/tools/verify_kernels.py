@@ -1,6 +1,7 @@
 """Linears, norms and attention: every row of the route tables on small shapes, with its answer in float64."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ Answer = tuple[Any, Any]  # what the device gives, what it should
 
 def kernel_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
     yield from linear_cases(gpu, quick)
+    yield from stage_cases(gpu)
     yield from collected_cases(gpu)
     yield from norm_cases(gpu)
     yield from attention_cases(gpu, quick)
@@ -69,6 +71,14 @@ def distinct(table: Iterable[Route]) -> Iterable[Route]:
     return {(r.kernel, str(r.consts)): r for r in table}.values()
 
 
+def stage_cases(gpu: Gpu) -> Iterator[Case]:
+    """linear_turns by itself, where it has too few workgroups for its rows."""
+    for inputs in ("norm", "merge") if gpu.caps.subgroup else ():
+        route = routes.joined_linear(PLAIN.shape(1), routes.Crew(1, 128), gpu.caps)
+        few = replace(route, grid=lambda *_: (3, 1, 1))
+        yield Case(route.kernel, f"{PLAIN.name}, {inputs} x", partial(linear, gpu, few, PLAIN, inputs, 1), REQUANTISED)
+
+
 def linear(gpu: Gpu, route: Route, weight: Weight, inputs: str, m: int) -> Answer:
     part, packed = weight.upload(gpu)
     matrix, step = Matrix(weight.n, weight.k, (part,)), oracle.step_buffer(gpu, m)
@@ -89,7 +99,7 @@ def linear_inputs(gpu: Gpu, m: int, k: int, inputs: str) -> tuple[Any, Array, di
         return gpu.upload(records, "x"), oracle.from_records(records), {"inputs": "i8"}
     if inputs == "merge":  # two splits that count alike
         stats = np.tile(np.array([0.5, 1.0], np.float32), (k // 64, 2, 1))
-        made = ops.Made({"stats": gpu.upload(stats, "stats")}, {"HEAD_DIM": 64, "SPLITS": 2})
+        made = ops.Made({"stats": gpu.upload(stats, "stats")}, {"HEAD_DIM": 64, "SPLITS": 2}, ("splits_fixed",))
         halves = random("halves").standard_normal((k // 64, 2, 64)).astype(np.float32)
         joined = halves.astype(np.float64).mean(axis=1).reshape(1, k)
         return gpu.upload(halves, "x"), oracle.rounded(joined), {"inputs": "merge", "made": made}

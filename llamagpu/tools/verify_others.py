@@ -8,6 +8,7 @@ import numpy as np
 import wgpu
 
 from llamagpu.engine import ops, synthetic
+from llamagpu.engine.layers import RELAY, TRIAL, relayed
 from llamagpu.engine.weights import Matrix
 from llamagpu.gpu import routes, shaders
 from llamagpu.gpu.device import Dispatch, Gpu
@@ -49,6 +50,7 @@ def other_cases(gpu: Gpu) -> Iterator[Case]:
     yield Case("fill_random", "75,000 words", partial(spread, gpu), (1e-2, 0.25))
     yield Case("copy", "4096 words", partial(copy, gpu), (0.0, 0.0))
     yield Case("peak", "f32 multiply-adds", partial(peak, gpu))
+    yield Case("relay", f"{RELAY} meetings of workgroups", partial(relay, gpu), (0.0, 0.0))
 
 
 def draws(gpu: Gpu) -> Answer:
@@ -148,6 +150,17 @@ def copy(gpu: Gpu) -> Answer:
     y = gpu.zeros(x.nbytes, "y")
     run(gpu, [gpu.dispatch("copy", (), {"QUADS": 1024}, {"x": gpu.upload(x, "x"), "y": y}, (2, 1, 1))])
     return gpu.read(y, np.uint32, 4096), x
+
+
+def relay(gpu: Gpu) -> Answer:
+    """The first crew that runs at the same time; one alone where layers are not joined."""
+    count = gpu.upload(np.array([RELAY], np.uint32), "layers", wgpu.BufferUsage.UNIFORM)
+    for crew in (*(routes.crews(2048, gpu.caps) if gpu.caps.join else ()), routes.Crew(1, 256)):
+        meeting = gpu.upload(np.array([0, 0, TRIAL, 0], np.uint32), "meeting")
+        answer = relayed(gpu, crew, meeting, count)
+        if not gpu.read(meeting, np.uint32, 2)[1]:
+            break
+    return answer
 
 
 def peak(gpu: Gpu) -> Answer:

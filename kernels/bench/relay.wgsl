@@ -1,0 +1,11 @@
+// y[layer + 1, i] = y[layer, (i + SHIFT) % N] + 1: a stage (gpu/join.py) whose values have come from other workgroups,
+// to find out whether workgroups that meet see each other's stores.
+const N: u32 = 16384u;
+const SHIFT: u32 = 5171u;
+const WORKGROUP: u32 = 256u;
+@group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [layers + 1, N]
+@compute @workgroup_size(WORKGROUP)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
+  let i = group.x * WORKGROUP + index;
+  y[(layer() + 1u) * N + i] = y[layer() * N + (i + SHIFT) % N] + 1u;
+}

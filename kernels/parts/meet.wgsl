@@ -1,0 +1,35 @@
+// All workgroups of a kernel meet: arrive once what the others will read is stored, wait before reading theirs. Arrivals
+// are counted and never set back, so an arrival's number says which meeting it belongs to. Every invocation must call
+// both; a wait without an arrival before it returns at once. What is read after a wait must lie in 128-byte lines that the
+// same kernel has not read before: a workgroup may have them in a cache that a fence does not clear.
+// Needs WORKGROUPS (a power of two) workgroups that run at the same time: where they do not, waits are given up after some
+// time, and the results are wrong.
+const WORKGROUPS: u32 = 1u;
+struct Meeting { arrivals: atomic<u32>, given_up: atomic<u32>, patience: u32 }  // patience: looks at the count, some 0.5 us each
+@group(0) @binding(0) var<storage, read_write> meeting: Meeting;
+@group(0) @binding(1) var<uniform> layers: vec4<u32>;  // how many, in x
+var<private> arrived: bool = false;
+var<private> goal: u32;
+var<private> at_layer: u32;
+fn layer() -> u32 { return at_layer; }
+fn arrive(index: u32) {
+  storageBarrier();
+  workgroupBarrier();  // every invocation's fence is over, not only that of the one that arrives for all
+  if (index == 0u) { goal = (atomicAdd(&meeting.arrivals, 1u) / WORKGROUPS + 1u) * WORKGROUPS; }
+  arrived = true;
+}
+fn wait(index: u32) {
+  if (!arrived) { return; }
+  arrived = false;
+  if (index == 0u) {
+    var looks = 0u;
+    while (i32(atomicLoad(&meeting.arrivals) - goal) < 0) {
+      looks++;
+      if (looks % 1024u == 0u && (looks >= meeting.patience || atomicLoad(&meeting.given_up) != 0u)) {
+        atomicStore(&meeting.given_up, 1u);
+        break;
+      }
+    }
+  }
+  storageBarrier();
+}

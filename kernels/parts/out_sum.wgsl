@@ -1,0 +1,21 @@
+// The residual stream from one buffer to another: y[layer + UP, row] = old[layer, row] + v (+ bias). No place is written
+// that was read in the same kernel: a workgroup may still have the old value in its cache. v = (row, row + 1), row even.
+// begin may be called before emit, to have the old values there in time. Needs m == 1, an even WIDTH.
+const N: u32 = 2u;       // rows of this part of the matrix
+const ROW0: u32 = 0u;    // its first row in the whole matrix
+const WIDTH: u32 = 2u;   // rows of the whole matrix
+const UP: u32 = 0u;
+const BIAS: bool = false;
+@group(0) @binding(0) var<storage, read_write> y: array<vec2<f32>>;  // [layers + UP, WIDTH]
+@group(0) @binding(1) var<storage, read> old: array<vec2<f32>>;      // [layers, WIDTH]
+@group(0) @binding(4) var<storage, read> bias: array<f32>;
+var<private> kept: vec2<f32>;
+fn begin(token: u32, row: u32) {
+  let i = layer() * WIDTH + ROW0 + min(row, N - 2u);
+  kept = old[i / 2u];
+  if (BIAS) { kept += vec2<f32>(bias[i], bias[i + 1u]); }
+}
+fn emit(token: u32, row: u32, v: vec2<f32>) {
+  if (row < N) { y[((layer() + UP) * WIDTH + ROW0 + row) / 2u] = kept + v; }
+}
+fn finish(group: u32, token0: u32, index: u32) {}

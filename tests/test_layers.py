@@ -1,0 +1,236 @@
+"""All layers of a token as one kernel: against float64, against the same as dispatches of their own, and what happens
+where workgroups do not run at the same time."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamagpu.engine.layers import PATIENCE, buffers_of
+from llamagpu.engine.llama import Transformer
+from llamagpu.engine.shelves import Shelves, runs_of
+from llamagpu.engine.weights import load_weights
+from llamagpu.errors import DeviceLost
+from llamagpu.files.repack import small
+from llamagpu.gpu import routes
+from llamagpu.gpu.device import Slice
+from llamagpu.gpu.join import BOUND, Stage, join
+from llamagpu.gpu.routes import Crew
+from llamagpu.gpu.shaders import compose
+from tests.conftest import open_gpu
+from tests.gguf_builder import tiny_llama
+from tests.test_model import by_name, check_against_reference, logits_after, open_model, tokens
+
+
+@pytest.fixture(scope="module")
+def join_gpu() -> Any:
+    """A software adapter runs one workgroup at a time for sure: the meetings are then of one."""
+    found = open_gpu(LLAMAGPU_JOIN="1")
+    if found.caps.subgroup < 4:
+        pytest.skip("layers are joined with subgroups of 4 or more only")
+    return found
+
+
+def load(gpu: Any, path: Path, context: int = 64, chunk: int = 16, fast: bool = False, **more: Any) -> Transformer:
+    file, config = open_model(path)
+    factors = file.tensors.get("rope_freqs.weight")
+    weights = load_weights(file.tensors, config, gpu, fast=fast)
+    freqs = None if factors is None else small(factors)
+    return Transformer(gpu, config, weights, freqs, context, chunk=chunk, fast=fast, **more)
+
+
+SHAPE: dict[str, Any] = dict(dim=128, heads=2, kv_heads=1, head_dim=64, ffn=192, layers=3, kind="Q4_0")
+
+MODELS: dict[str, dict[str, Any]] = {
+    "share 2": SHAPE,
+    "share 3, offsets": SHAPE | dict(heads=6, kv_heads=2, kind="Q4_1", tied=False),
+    "biases": SHAPE | dict(biases=True, kind="Q8_0"),
+    "sliding window": SHAPE | dict(metadata={"llama.attention.sliding_window": 5}),
+    "qwen2, head_dim 128": SHAPE | dict(arch="qwen2", head_dim=128, kind="F16"),
+    # groups of 16 in 6 bits, and the second layer unlike its neighbours: three runs
+    "mixed": SHAPE | dict(dim=256, ffn=256, kind=by_name(**{"1.attn_v": "Q6_K", "1.ffn_down": "Q6_K", "": "Q4_K"})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["high", "fast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_joined_layers(join_gpu, tmp_path, name, fast):
+    path = tiny_llama(tmp_path / "m.gguf", **MODELS[name])
+    model = load(join_gpu, path, fast=fast, kv_f32=name == "biases")
+    assert model.joined and model.fast == fast
+    runs = 3 if name == "mixed" else 1
+    assert [d.label for d in model.plan(1).dispatches].count("layers") == runs
+    check_against_reference(model, path)
+
+
+def test_a_long_context_is_split_and_joined(join_gpu, tmp_path):
+    """More splits with every 32 positions; the same with a plan whose stages are dispatches."""
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE, context=4096)
+    joined, apart = (load(join_gpu, path, 2304, 256, kv_f32=True) for _ in range(2))
+    apart.joined = None
+    for count in (31, 1, 1, 90, 1, 500, 1, 1600, 1):  # up to 17 splits
+        ids = tokens(count, seed=count)
+        got, want = logits_after(joined, ids), logits_after(apart, ids)
+        if count == 1:
+            assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
+    assert len(joined.plan(1)) == 4 < len(apart.plan(1))  # embedding, layers, norm, output
+
+
+@pytest.mark.parametrize("settings", [{"LLAMAGPU_SAFE": "1"}, {"LLAMAGPU_TRUSTED": "0"}], ids=str)
+def test_the_same_text_by_other_means(join_gpu, tmp_path, monkeypatch, settings):
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
+
+    def text(gpu: Any) -> list[int]:
+        model = load(gpu, path)
+        model.prefill([1, 2, 3])
+        return list(model.greedy(40))
+
+    want = text(join_gpu)
+    monkeypatch.setenv(*next(iter(settings.items())))
+    assert text(open_gpu(LLAMAGPU_JOIN="1", **settings)) == want
+
+
+def test_the_cache_grows_and_is_read_back(join_gpu, tmp_path):
+    """Stacks of caches: copied head by head into larger ones, and out of the device and back."""
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
+    roomy, growing = load(join_gpu, path, 64), load(join_gpu, path, 8, limit=64)
+    roomy.prefill([5, 6, 7])
+    growing.prefill([5, 6, 7])
+    assert list(growing.greedy(30)) == list(roomy.greedy(30))
+    assert growing.capacity >= 32
+    held = [piece.copy() for piece in growing.read_cache(20)]
+    other = load(join_gpu, path, 64)
+    rest = iter(held)
+    other.write_cache(20, lambda count: next(rest))
+    assert all(np.array_equal(a, b) for a, b in zip(other.read_cache(20), held, strict=True))
+
+
+def test_shelves_hold_the_same_bytes(gpu, join_gpu, tmp_path):
+    file, config = open_model(tiny_llama(tmp_path / "m.gguf", **MODELS["biases"]))
+    before, used = join_gpu.allocated_bytes, gpu.allocated_bytes
+    shelved, plain = (load_weights(file.tensors, config, device) for device in (join_gpu, gpu))
+    assert join_gpu.allocated_bytes - before == gpu.allocated_bytes - used  # nothing is there twice
+    for layer, other in zip(shelved.layers, plain.layers, strict=True):
+        for buffer, single in zip(buffers_of(layer), buffers_of(other), strict=True):
+            assert isinstance(buffer, Slice) and buffer.offset % 256 == 0 and buffer.size == single.size
+            assert np.array_equal(join_gpu.read(buffer, np.uint8, buffer.size), gpu.read(single, np.uint8, single.size))
+
+
+def test_runs_are_cut_where_a_binding_ends():
+    assert runs_of(["a", "a", "b", "a", "a", "a"], 2) == [range(2), range(2, 3), range(3, 5), range(5, 6)]
+
+
+def test_what_does_not_fit_a_shelf_stands_alone(join_gpu):
+    """Sizes that no binding could begin after, and more than a binding holds."""
+    shelves = Shelves(join_gpu, [range(3)])
+    assert isinstance(shelves.room(512, "a", 1), Slice) and not isinstance(shelves.room(100, "b", 1), Slice)
+    assert not isinstance(shelves.room(512, "a"), Slice)
+    large = join_gpu.caps.binding_bytes // 3 // 256 * 256 + 256
+    assert not isinstance(shelves.room(large, "c", 0), Slice)
+
+
+def test_layers_stay_apart_where_the_adapter_does_not_say_so(gpu, tmp_path):
+    """A software adapter by default: its workgroups run one after another."""
+    assert not gpu.caps.join
+    model = load(gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
+    assert model.joined is None and not isinstance(model.weights.layers[0].attn_norm, Slice)
+
+
+# Workgroups that do not run at the same time: 64 of them on a few threads
+
+
+def test_a_crew_that_meets_is_found(join_gpu, tmp_path, monkeypatch):
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
+    want = logits_after(load(join_gpu, path), [1])
+    monkeypatch.setattr(routes, "crews", lambda dim, caps: (Crew(64, 256), Crew(1, 256)))
+    model = load(join_gpu, path)
+    assert model.joined and model.joined.crew.count == 1
+    assert np.array_equal(logits_after(model, [1]), want)
+
+
+def test_without_one_the_layers_stay_apart(join_gpu, tmp_path, monkeypatch):
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
+    monkeypatch.setattr(routes, "crews", lambda dim, caps: (Crew(64, 256),))
+    model = load(join_gpu, path, kv_f32=True)
+    assert model.joined is None
+    check_against_reference(model, path)
+
+
+def test_stores_that_do_not_arrive_are_noticed(join_gpu, tmp_path, monkeypatch):
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
+    source = compose("relay", (), {})
+    wrong = source.replace("+ 1u;\n}", "+ select(1u, 0u, i == 77u && layer() == 9u);\n}")
+    assert wrong != source
+    from llamagpu.gpu import device
+
+    monkeypatch.setattr(
+        device.shaders, "compose", lambda kernel, *rest: wrong if kernel == "relay" else compose(kernel, *rest)
+    )
+    assert load(join_gpu, path).joined is None
+
+
+def test_a_wait_given_up_ends_the_text(join_gpu, tmp_path):
+    model = load(join_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
+    model.prefill([1, 2, 3])
+    text = model.greedy(30)
+    next(text)
+    join_gpu.write(model.meeting, np.array([1], np.uint32), offset=4)
+    with pytest.raises(DeviceLost, match="same time") as caught:
+        list(text)
+    assert "LLAMAGPU_JOIN=0" in str(caught.value.remedy)
+    assert join_gpu.read(model.meeting, np.uint32, 3)[2] == PATIENCE
+
+
+# How kernels become one
+
+
+def test_what_one_stage_writes_no_stage_binds_read_only(join_gpu, tmp_path):
+    """A driver may read what is declared read-only through a cache that stores do not reach."""
+    model = load(join_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
+    (layers,) = (d for d in model.plan(1).dispatches if d.label == "layers")
+    declared = {name: mode for mode, name, _ in BOUND.findall(layers.source)}
+    modes: dict[Any, set[str]] = {}
+    for name, buffer in layers.buffers.items():
+        modes.setdefault(getattr(buffer, "buffer", buffer), set()).add(declared[name])
+    assert all(len(found) == 1 or found <= {"storage, read", "uniform"} for found in modes.values())
+    shared = {b for b in (model.joined.q, model.joined.mid, model.joined.act, model.joined.partial, model.x)}
+    assert all(modes[b] == {"storage, read_write"} for b in shared)
+
+
+def test_names_of_stages_do_not_meet(join_gpu):
+    """The same kernel twice, with a constant of its own each: y = x * 2 + 1, by layer."""
+    source = (
+        "const STEP: u32 = 1u;\nconst WORKGROUP: u32 = 8u;\n"
+        "@group(0) @binding(0) var<storage, read> x: array<u32>;\n"
+        "@group(0) @binding(1) var<storage, read_write> y: array<u32>;\n"
+        "fn next(v: vec2<u32>) -> u32 { return v.x * STEP + v.y; }\n"
+        "@compute @workgroup_size(WORKGROUP)\n"
+        "fn main(@builtin(local_invocation_index) index: u32, @builtin(workgroup_id) group: vec3<u32>) {\n"
+        "  let i = layer() * 64u + group.x * 8u + index;\n  y[i] = next(vec2<u32>(x[i], STEP - 1u));\n}\n"
+    )
+    x = join_gpu.upload(np.arange(128, dtype=np.uint32), "x")
+    mid, y = join_gpu.zeros(512, "mid"), join_gpu.zeros(512, "y")
+    stages = [
+        Stage(source.replace("= 1u", "= 2u"), {"x": x, "y": mid}, (8, 1, 1)),
+        Stage(source, {"x": mid, "y": y}, (8, 1, 1)),
+    ]
+    meeting = join_gpu.upload(np.array([0, 0, PATIENCE, 0], np.uint32), "meeting")
+    layers = join_gpu.upload(np.array([2], np.uint32), "layers", 64)
+    text, buffers = join(stages, 1, meeting, layers)
+    assert {"STEP_0", "STEP_1", "next_0", "next_1"} <= set(re.findall(r"\w+", text)) and len(buffers) == 5
+    from llamagpu.gpu.recorder import Plan, Recorder
+
+    Recorder(join_gpu).submit([(Plan([join_gpu.joined(stages, 1, meeting, layers)]), 1, 0)])
+    assert join_gpu.read(y, np.uint32, 128).tolist() == [2 * i + 1 for i in range(128)]
+
+
+@pytest.mark.parametrize("dim", [576, 2048])
+def test_crews_are_powers_of_two(gpu, dim):
+    """Arrivals are counted without end: 2^32 must be a whole number of meetings."""
+    for crew in (*routes.crews(dim, replace(gpu.caps, cpu=False)), *routes.crews(dim, gpu.caps)):
+        assert crew.count & (crew.count - 1) == 0
+
+
