@@ -15,7 +15,7 @@ from llamagpu.engine.shelves import Shelves, runs_of
 from llamagpu.engine.weights import load_weights
 from llamagpu.errors import DeviceLost
 from llamagpu.files.repack import small
-from llamagpu.gpu import routes
+from llamagpu.gpu import device, routes
 from llamagpu.gpu.device import Slice
 from llamagpu.gpu.join import BOUND, Stage, join
 from llamagpu.gpu.routes import Crew
@@ -159,13 +159,17 @@ def test_without_one_the_layers_stay_apart(join_gpu, tmp_path, monkeypatch):
     check_against_reference(model, path)
 
 
+def test_other_subgroups_than_probed_are_noticed(join_gpu, tmp_path, monkeypatch):
+    """A driver that chooses them by kernel: here the kernel believes in twice as many lanes as there are."""
+    monkeypatch.setattr(device, "join", lambda stages, count, size, *rest: join(stages, count, 2 * size, *rest))
+    assert load(join_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE)).joined is None
+
+
 def test_stores_that_do_not_arrive_are_noticed(join_gpu, tmp_path, monkeypatch):
     path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
     source = compose("relay", (), {})
     wrong = source.replace("+ 1u;\n}", "+ select(1u, 0u, i == 77u && layer() == 9u);\n}")
     assert wrong != source
-    from llamagpu.gpu import device
-
     monkeypatch.setattr(
         device.shaders, "compose", lambda kernel, *rest: wrong if kernel == "relay" else compose(kernel, *rest)
     )
@@ -219,7 +223,7 @@ def test_names_of_stages_do_not_meet(join_gpu):
     ]
     meeting = join_gpu.upload(np.array([0, 0, PATIENCE, 0], np.uint32), "meeting")
     layers = join_gpu.upload(np.array([2], np.uint32), "layers", 64)
-    text, buffers = join(stages, 1, meeting, layers)
+    text, buffers = join(stages, 1, join_gpu.caps.subgroup, meeting, layers)
     assert {"STEP_0", "STEP_1", "next_0", "next_1"} <= set(re.findall(r"\w+", text)) and len(buffers) == 5
     from llamagpu.gpu.recorder import Plan, Recorder
 

@@ -5,6 +5,7 @@
 // Needs WORKGROUPS (a power of two) workgroups that run at the same time: where they do not, waits are given up after some
 // time, and the results are wrong.
 const WORKGROUPS: u32 = 1u;
+const SUBGROUP: u32 = 32u;  // lanes of a subgroup, as probed
 struct Meeting { arrivals: atomic<u32>, given_up: atomic<u32>, patience: u32 }  // patience: looks at the count, some 0.5 us each
 @group(0) @binding(0) var<storage, read_write> meeting: Meeting;
 @group(0) @binding(1) var<uniform> layers: vec4<u32>;  // how many, in x
@@ -12,6 +13,9 @@ var<private> arrived: bool = false;
 var<private> goal: u32;
 var<private> at_layer: u32;
 fn layer() -> u32 { return at_layer; }
+fn start(lanes: u32, index: u32) {  // a driver may choose other subgroups for so large a kernel
+  if (lanes != SUBGROUP && index == 0u) { atomicStore(&meeting.given_up, 1u); }
+}
 fn arrive(index: u32) {
   storageBarrier();
   workgroupBarrier();  // every invocation's fence is over, not only that of the one that arrives for all

@@ -324,7 +324,7 @@ class Gpu:
 
     def joined(self, stages: Sequence[Stage], workgroups: int, meeting: Any, layers: Any) -> Dispatch:
         """One dispatch that does the work of several, all of the same workgroup size, for each of the layers."""
-        source, buffers = join(stages, workgroups, meeting, layers)
+        source, buffers = join(stages, workgroups, self.caps.subgroup, meeting, layers)
         return Dispatch(self, "layers", source, {}, buffers, (workgroups, 1, 1))
 
     # Probes: what the adapter says of itself is not always true or there at all

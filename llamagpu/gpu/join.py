@@ -29,7 +29,9 @@ class Stage:
     last: bool = True  # what it stores is read by the next stage: all meet
 
 
-def join(stages: Sequence[Stage], workgroups: int, meeting: Any, layers: Any) -> tuple[str, dict[str, Any]]:
+def join(
+    stages: Sequence[Stage], workgroups: int, subgroup: int, meeting: Any, layers: Any
+) -> tuple[str, dict[str, Any]]:
     """The source of a kernel that runs the stages for each layer, and its buffers by name. The names of a stage get its
     number; buffers and workgroup memory are declared once, and what any stage writes is writable for all."""
     bound = [(mode, s.buffers[name]) for s in stages for mode, name, _ in BOUND.findall(s.source)]
@@ -37,7 +39,7 @@ def join(stages: Sequence[Stage], workgroups: int, meeting: Any, layers: Any) ->
     buffers: dict[str, Any] = {"meeting": meeting, "layers": layers}
     known: dict[tuple[Any, str], str] = {}  # names of buffers, by the type they are bound as
     memory: dict[tuple[str, str], list[str]] = {}  # sizes of workgroup memory, by name and type
-    texts, calls = [compose("meet", (), {"WORKGROUPS": workgroups})], []
+    texts, calls = [compose("meet", (), {"WORKGROUPS": workgroups, "SUBGROUP": subgroup})], []
     for number, stage in enumerate(stages):
         text = stage.source.replace(read("alone"), "")
         new = {name: f"{name}_{number}" for name in NAMES.findall(text)}
@@ -71,7 +73,8 @@ def join(stages: Sequence[Stage], workgroups: int, meeting: Any, layers: Any) ->
     assert size, "a kernel knows its size"
     texts.append(
         f"@compute @workgroup_size({size[1]})\n"
-        "fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {\n"
+        "fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32,\n"
+        "        @builtin(subgroup_size) lanes: u32) {\n  start(lanes, index);\n"
         f"  for (at_layer = 0u; at_layer < layers.x; at_layer++) {{\n{''.join(calls)}  }}\n}}\n"
     )
     return "\n".join(texts), buffers
