@@ -157,6 +157,7 @@ def test_without_one_the_layers_stay_apart(join_gpu, tmp_path, monkeypatch):
     model = load(join_gpu, path, kv_f32=True)
     assert model.joined is None
     check_against_reference(model, path)
+    assert len(list(model.greedy(5))) == 5
 
 
 def test_other_subgroups_than_probed_are_noticed(join_gpu, tmp_path, monkeypatch):
@@ -176,16 +177,47 @@ def test_stores_that_do_not_arrive_are_noticed(join_gpu, tmp_path, monkeypatch):
     assert load(join_gpu, path).joined is None
 
 
-def test_a_wait_given_up_ends_the_text(join_gpu, tmp_path):
+@pytest.mark.parametrize(
+    "go_on",
+    [
+        lambda model: list(model.greedy(30)),
+        lambda model: list(model.sample(lambda logits: int(logits.argmax()))),
+        lambda model: model.log_probs([1, 2, 3]),
+    ],
+    ids=["device", "host", "scores"],
+)
+def test_a_wait_given_up_ends_the_text(join_gpu, tmp_path, go_on):
     model = load(join_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
+    assert join_gpu.read(model.meeting, np.uint32, 3)[2] == PATIENCE
     model.prefill([1, 2, 3])
-    text = model.greedy(30)
-    next(text)
     join_gpu.write(model.meeting, np.array([1], np.uint32), offset=4)
     with pytest.raises(DeviceLost, match="same time") as caught:
-        list(text)
+        go_on(model)
     assert "LLAMAGPU_JOIN=0" in str(caught.value.remedy)
-    assert join_gpu.read(model.meeting, np.uint32, 3)[2] == PATIENCE
+
+
+def test_a_kernel_with_too_many_bindings_is_not_joined(join_gpu, tmp_path):
+    """Three types in q, k and v, and biases: 34 buffers."""
+    if join_gpu.caps.storage_buffers >= 34:
+        pytest.skip("the adapter binds as many")
+    kinds = by_name(attn_q="Q4_0", attn_k="Q4_1", attn_v="Q8_0")
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(layers=1, biases=True, kind=kinds))
+    model = load(join_gpu, path, kv_f32=True)
+    assert model.joined is None
+    check_against_reference(model, path)
+
+
+@pytest.mark.parametrize(
+    "limits", [dict(scalar=True), dict(workgroup_bytes=8192), dict(invocations=256), dict(subgroup=0)], ids=str
+)
+def test_what_joining_needs(gpu, limits):
+    """A GPU that could join Llama 1B, and one that lacks something."""
+    fine = replace(gpu.caps, cpu=False, join=True, scalar=False, subgroup=32, invocations=1024, workgroup_bytes=32768,
+                   storage_buffers=64)  # fmt: skip
+    heads = routes.Heads(32, 8, 64)
+    assert routes.joinable(2048, 8192, heads, True, fine)
+    assert not routes.joinable(2048, 8192, heads, True, replace(fine, **limits))
+    assert not routes.joinable(2048, 8192, routes.Heads(32, 1, 64), True, fine)  # 32 heads share one: a subgroup each
 
 
 # How kernels become one

@@ -1,6 +1,6 @@
 // y[layer + 1, i] = y[layer, (i + SHIFT) % N] + 1: a stage (gpu/join.py) whose values have come from other workgroups,
 // to find out whether workgroups that meet see each other's stores.
-const N: u32 = 16384u;
+const N: u32 = 65536u;  // every crew has work for all of its workgroups
 const SHIFT: u32 = 5171u;
 const WORKGROUP: u32 = 256u;
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [layers + 1, N]

@@ -1,6 +1,7 @@
 // sum_lanes: the sum of v over the LANES neighbouring invocations that share a result, given to all of them.
-// sum_workgroup: the same over the whole workgroup, in two halves with a barrier of the caller's between them: sum_begin,
-// sum_end. sum_each: of TOKENS * PAIRS values, the sum of the one whose number is the invocation's. Subgroup operations, then one step through workgroup memory; every invocation must call them.
+// sum_workgroup: the same over the whole workgroup; sum_begin and sum_end are its two halves, with a barrier of the caller's
+// between them. sum_each: of TOKENS * PAIRS values, the sum of the one whose number is the invocation's.
+// Subgroup operations, then one step through workgroup memory; every invocation must call them.
 const LANES: u32 = 64u;      // a multiple of SUBGROUP, divides WORKGROUP
 const WORKGROUP: u32 = 64u;
 const SUBGROUP: u32 = 32u;   // lanes of a subgroup, as probed

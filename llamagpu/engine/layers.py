@@ -154,8 +154,11 @@ class JoinedLayers:
         for crew in routes.crews(self.config.dim, self.gpu.caps):
             self.crew = crew
             self.gpu.write(self.meeting, np.array([0, 0, TRIAL, 0], np.uint32))
-            recorder.submit([(Plan(self.dispatches(caches, rope)), 1, 0)])
-            relays = [relayed(self.gpu, crew, self.meeting, self.count_of(RELAY), seed) for seed in range(3)]
+            try:
+                recorder.submit([(Plan(self.dispatches(caches, rope)), 1, 0)])
+            except wgpu.GPUError:  # the driver does not take so large a kernel, or so many bindings
+                continue
+            relays = [relayed(self.gpu, crew, self.meeting, self.count_of(RELAY), seed) for seed in (1, 2, 3)]
             met = not self.gpu.read(self.meeting, np.uint32, 2)[1]
             if met and all(np.array_equal(got, want) for got, want in relays):
                 self.gpu.write(self.meeting, np.array([PATIENCE], np.uint32), offset=8)
@@ -163,10 +166,10 @@ class JoinedLayers:
         return False
 
 
-def relayed(gpu: Gpu, crew: routes.Crew, meeting: Any, count: Any, seed: int = 0) -> tuple[Any, Any]:
+def relayed(gpu: Gpu, crew: routes.Crew, meeting: Any, count: Any, seed: int = 1) -> tuple[Any, Any]:
     """Values that each of RELAY layers takes from workgroups of the layer before, and what they should be."""
     n, shift = constants("relay")["N"], constants("relay")["SHIFT"]
-    rows = np.random.default_rng(seed).integers(1 << 31, size=(RELAY + 1, n), dtype=np.uint32)
+    rows = np.arange(seed, seed + (RELAY + 1) * n, dtype=np.uint32).reshape(-1, n) * np.uint32(2654435761)
     y = gpu.upload(rows, "relay")  # what is read too early is no zero and nothing that another relay left
     consts: dict[str, Const] = {"WORKGROUP": crew.invocations}
     alone = gpu.dispatch("relay", (), consts, {"y": y}, (n // crew.invocations, 1, 1))

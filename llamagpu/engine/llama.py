@@ -25,7 +25,8 @@ RING = 64  # picked tokens the device keeps: more than AHEAD batches
 MOST_RECENT = 256  # tokens a repetition penalty on the device looks back
 BATCH = 8  # most decode steps in one submission
 AHEAD = 3  # submissions in flight: one runs, one waits for it, one is being handed in
-APART = "set LLAMAGPU_JOIN=0"
+APART = "workgroups that wait for each other did not run at the same time"
+TOGETHER = "set LLAMAGPU_JOIN=0"
 VISIBLE_S = 0.015  # a batch lasts no longer: text should appear within 50 ms
 Progress = Callable[[int, int], None]
 
@@ -97,6 +98,7 @@ class Transformer:
             self.joined.free()
             self.joined = None
             self.plans.clear()
+            self.gpu.write(self.meeting, np.zeros(4, np.uint32))  # a trial may have been given up
 
     # Memory
 
@@ -145,7 +147,8 @@ class Transformer:
         """By layer; stacked where layers are joined, as far as a binding reaches."""
         gpu, layers = self.gpu, self.config.layers
         found: list[tuple[Any, Any]] = []
-        most = max(1, gpu.caps.binding_bytes // size) if self.joined else 1
+        room = min(gpu.caps.binding_bytes, gpu.limits["max-buffer-size"])
+        most = max(1, room // size) if self.joined else 1
         for start in range(0, layers, most):
             count = min(most, layers - start)
             k, v = gpu.zeros(count * size, "k_cache"), gpu.zeros(count * size, "v_cache")
@@ -394,7 +397,13 @@ class Transformer:
         self.history += ids
 
     def read_logits(self) -> np.ndarray[Any, Any]:
+        self.need_met()
         return self.gpu.read(self.logits, np.float32, self.config.vocab)
+
+    def need_met(self) -> None:
+        """What joined layers compute is wrong once one of their waits has been given up."""
+        if self.joined and self.gpu.read(self.meeting, np.uint32, 2)[1]:
+            raise DeviceLost(APART, TOGETHER)
 
     def log_probs(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
         """Append ids; for each but the last, the log probability the model gave to the id after it."""
@@ -409,6 +418,7 @@ class Transformer:
             )
             self.run(self.scoring_plan(rows), chunk)
             scores.append(self.gpu.read(self.scores, np.float32, len(chunk)))
+        self.need_met()
         return np.concatenate(scores)[: len(ids) - 1]
 
     def truncate(self, length: int) -> None:
@@ -477,8 +487,8 @@ class Transformer:
                     return
                 result, count = pending.popleft()
                 ring = result.wait()
-                if ring[RING + MOST_RECENT + 1]:  # of the meeting
-                    raise DeviceLost("workgroups that wait for each other did not run at the same time", APART)
+                if ring[RING + MOST_RECENT + 1]:  # as need_met
+                    raise DeviceLost(APART, TOGETHER)
                 now = time.perf_counter()
                 if picked:  # the first choice waited for the prompt
                     took, before = (now - last) / count, took  # a step; of two batches one may have waited for the host

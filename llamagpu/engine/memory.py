@@ -22,7 +22,7 @@ class MemoryPlan:
     scratch: int
     context: int
     position: int  # bytes of all this that each position of the context takes
-    cache_layer: int  # the largest cache buffer
+    cache_layer: int  # a layer's keys or values
 
     @property
     def total(self) -> int:

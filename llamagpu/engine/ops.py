@@ -17,7 +17,7 @@ from llamagpu.gpu.shaders import Const, constants
 class Out:
     """Where a linear's results go: the kernel part that takes them, its constants and its buffers."""
 
-    part: str  # out_store | out_add | out_swiglu | out_swiglu_i8 | out_qkv | out_logits
+    part: str  # out_store | out_add | out_sum | out_swiglu | out_swiglu_i8 | out_qkv | out_logits
     buffers: dict[str, Any]
     consts: dict[str, Const] = field(default_factory=dict)
 

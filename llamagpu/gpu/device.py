@@ -187,9 +187,9 @@ class Gpu:
         return self.caps.cpu
 
     def may_join(self) -> bool:
-        """Whether workgroups of one kernel may wait for each other. WebGPU promises neither that they run at the same
-        time nor that they see each other's stores; Vulkan drivers of GPUs do, and `Transformer` tries it out.
-        LLAMAGPU_JOIN=0 says no, 1 says yes on a software adapter, too."""
+        """Whether workgroups of one kernel may wait for each other. Nobody promises that they run at the same time, and
+        WebGPU not even that they see each other's stores; with Vulkan drivers of GPUs they do in practice, and a model
+        tries it out. LLAMAGPU_JOIN=0 says no, 1 says yes on any adapter."""
         wanted = os.environ.get("LLAMAGPU_JOIN", "")
         gpu = self.info["adapter_type"] != "CPU" and self.info["backend_type"] == "Vulkan"
         return wanted == "1" or (gpu and wanted != "0")

@@ -34,7 +34,7 @@ class Linear:
     k: int
     group: int
     form: str
-    inputs: str = "f32"  # how x comes: "f32"; "i8" records; quantised by the kernel itself: "norm", "merge"
+    inputs: str = "f32"  # how x comes: "f32"; "i8" records; made by the kernel as i8: "norm", "merge" ("_f32": as f32)
     out: str = "out_store"  # the part that takes the results
 
 
@@ -296,15 +296,22 @@ def joined_splits(kv_heads: int) -> int:
 def joinable(dim: int, ffn_dim: int, heads: Heads, fast: bool, caps: Caps) -> bool:
     """Whether the layers of one token can be one kernel: the input of any linear fits into workgroup memory, everything
     begins on a line of its own, and a kernel may bind enough."""
+    whole = dim % 64 == 0 and ffn_dim % 64 == 0 and heads.dim % 64 == 0
+    if not caps.join or caps.scalar or caps.subgroup < 4 or caps.storage_buffers < 30 or not whole:
+        return False
     widest = max(dim, ffn_dim, heads.count * heads.dim)
-    memory = (widest * 3 // 2 if fast else widest * 4) + 4096
-    smallest = min(crew.invocations for crew in crews(dim, caps))
-    return (
-        caps.join and caps.subgroup >= 4 and heads.share * caps.subgroup <= smallest
-        and max(crew.invocations for crew in crews(dim, caps)) <= caps.invocations
-        and dim % 64 == 0 and ffn_dim % 64 == 0 and heads.dim % 64 == 0
-        and caps.storage_buffers >= 30 and caps.workgroup_bytes >= memory
-    )  # fmt: skip
+    inputs = widest * 3 // 2 if fast else widest * 4
+    return all(
+        heads.share * caps.subgroup <= crew.invocations <= caps.invocations
+        and inputs + joined_bytes(heads, crew, caps) <= caps.workgroup_bytes
+        for crew in crews(dim, caps)
+    )
+
+
+def joined_bytes(heads: Heads, crew: Crew, caps: Caps) -> int:
+    """Of workgroup memory, besides a linear's inputs: what attention's strands hand over, and sums by subgroup."""
+    strands = max(1, joined_strands(heads.share, crew, caps) // 2)
+    return heads.share * strands * (4 * heads.dim + 8) + 12 * crew.invocations // caps.subgroup
 
 
 NORM = (
