@@ -19,6 +19,7 @@ from llamagpu.errors import DoesNotFit, LlamaGpuError, NumericCheckFailed
 from llamagpu.files.config import tensor_shapes
 from llamagpu.files.gguf_file import BLOCKS, GgufFile, RawTensor
 from llamagpu.files.tokenizer import Tokenizer
+from llamagpu.gpu import routes
 
 pytest.importorskip("wgpu")
 from llamagpu import Llama, Sampling
@@ -344,13 +345,15 @@ def test_memory_plan_of_a_gpu(tmp_path, gpu, monkeypatch, kind, precision):
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"])
 def test_memory_is_that_of_the_file_and_little_more(gpu, monkeypatch, name):
     """On a GPU: the weights as the file has them, the cache, one token's activations, and at most 8 % of these."""
-    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=False, half=True))
+    caps = replace(gpu.caps, cpu=False, half=True, join=True, subgroup=32)
+    monkeypatch.setattr(gpu, "caps", caps)
     config = synthetic_config(name)
     last = "token_embd" if config.tied else "output"
     kinds = {n: "F32" if "norm" in n else "Q6_K" if last in n else "Q4_0" for n in tensor_shapes(config)}
     tensors = {n: RawTensor(n, kinds[n], shape, np.zeros(0)) for n, shape in tensor_shapes(config).items()}
     file = sum(math.prod(t.shape) // BLOCKS[t.kind][0] * BLOCKS[t.kind][1] for t in tensors.values())
-    plan, single = (plan_memory(config, tensors, gpu, 1024, chunk, False, fast=True) for chunk in (512, 1))
+    chunks = routes.chunk(caps), 1
+    plan, single = (plan_memory(config, tensors, gpu, 1024, chunk, False, fast=True) for chunk in chunks)
     assert plan.total < 1.08 * (file + plan.cache + single.scratch)
 
 

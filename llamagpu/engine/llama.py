@@ -107,14 +107,15 @@ class Transformer:
         gpu, c, rows = self.gpu, self.config, self.chunk
         # int8 records do without the f32 of the same, but where attention's kernel does not make them
         wide = rows if not (self.fast and self.fast_many) else 1
+        rounded = rows if self.fast_many else 1
         attended = wide if routes.attention_records(c.head_dim, c.heads // c.kv_heads, gpu.caps) else rows
         self.x = gpu.zeros(max(rows, c.layers + 1) * c.dim * 4, "x")  # [m or layers + 1, dim] residual stream
         widest = max(c.dim, c.heads * c.head_dim)
         self.h = gpu.zeros(attended * widest * 4, "h")  # [m, dim] normalised; [m, heads, head_dim] attended
         self.q = gpu.zeros(rows * c.heads * c.head_dim * 4, "q")  # [m, heads, head_dim] rotated queries
         self.act = gpu.zeros(wide * c.ffn_dim * 4, "act")  # [m, ffn] silu(gate) * up
-        self.h_i8 = gpu.zeros(rows * widest // 32 * 48, "h_i8")  # [m, dim/32] records: normalised, then attended
-        self.act_i8 = gpu.zeros(rows * c.ffn_dim // 32 * 48, "act_i8")  # [m, ffn/32] records
+        self.h_i8 = gpu.zeros(rounded * widest // 32 * 48, "h_i8")  # [m, dim/32] records: normalised, then attended
+        self.act_i8 = gpu.zeros(rounded * c.ffn_dim // 32 * 48, "act_i8")  # [m, ffn/32] records
         self.partial = gpu.zeros(c.heads * routes.MOST_SPLITS * c.head_dim * 4, "partial")  # [heads, splits, head_dim]
         self.stats = gpu.zeros(c.heads * routes.MOST_SPLITS * 8, "stats")  # [heads, splits] (top, total)
 

@@ -87,7 +87,10 @@ def plan_memory(
         row += 4 * c.ffn_dim  # act
     if not fast or tiled or not routes.attention_records(c.head_dim, c.heads // c.kv_heads, gpu.caps):
         row += 4 * widest  # h
-    row += 48 * (widest + c.ffn_dim) // 32  # h and act as int8 records
+    if tiled:
+        row += 4 * c.dim  # mid
+    elif fast:
+        row += 48 * (widest + c.ffn_dim) // 32  # h and act as int8 records
     once = c.vocab * 2 + context * c.rope_dims + heads * routes.MOST_SPLITS  # logits, choices, rope, partial
     scratch = min(chunk, context) * row + 4 * once
     if not tiled and joinable(c, gpu, fast):  # what stages hand on, by layer: q, mid, act, partial
