@@ -81,14 +81,16 @@ def test_a_long_context_is_split_and_joined(join_gpu, tmp_path):
 
 @pytest.mark.parametrize("settings", [{"LLAMAGPU_SAFE": "1"}, {"LLAMAGPU_TRUSTED": "0"}], ids=str)
 def test_the_same_text_by_other_means(join_gpu, tmp_path, monkeypatch, settings):
-    path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
+    """2000 tokens, with the cache growing on the way."""
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(layers=2), context=2048)
 
     def text(gpu: Any) -> list[int]:
-        model = load(gpu, path)
+        model = load(gpu, path, 256, limit=2048)
         model.prefill([1, 2, 3])
-        return list(model.greedy(40))
+        return list(model.greedy(2000))
 
     want = text(join_gpu)
+    assert len(want) == 2000
     monkeypatch.setenv(*next(iter(settings.items())))
     assert text(open_gpu(LLAMAGPU_JOIN="1", **settings)) == want
 
