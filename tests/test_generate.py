@@ -332,7 +332,7 @@ def test_memory_plan(path, any_gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["high", "fast"])
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "F16"])
 def test_memory_plan_of_a_gpu(tmp_path, gpu, monkeypatch, kind, precision):
     monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=False))
     keys, tensors = tiny_parts(kind=kind, vocab=10_000, dim=256, ffn=512, layers=1)

@@ -83,13 +83,15 @@ def plan_memory(
     cache_layer = c.kv_heads * -(-context // 4) * 4 * c.head_dim * (4 if kv_f32 else 2)
     widest = max(c.dim, heads)
     row = 4 * (c.dim + heads)  # x and q of the transformer
-    if not fast or tiled:
+    quantised = all(t.kind in FORMATS for t in tensors.values() if len(t.shape) == 2 and t.name.startswith("blk."))
+    records = fast and quantised and not tiled  # f16 weights have no kernel for int8 records of many tokens
+    if not records:
         row += 4 * c.ffn_dim  # act
-    if not fast or tiled or not routes.attention_records(c.head_dim, c.heads // c.kv_heads, gpu.caps):
+    if not records or not routes.attention_records(c.head_dim, c.heads // c.kv_heads, gpu.caps):
         row += 4 * widest  # h
     if tiled:
         row += 4 * c.dim  # mid
-    elif fast:
+    elif records:
         row += 48 * (widest + c.ffn_dim) // 32  # h and act as int8 records
     once = c.vocab * 2 + context * c.rope_dims + heads * routes.MOST_SPLITS  # logits, choices, rope, partial
     scratch = min(chunk, context) * row + 4 * once
