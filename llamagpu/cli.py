@@ -328,6 +328,8 @@ def open_model(
         if gpu.software and not quiet:
             why = "" if settings["device"] else " (no GPU was found)"
             note(f"{gpu.info['device']} is a software adapter: it works, slowly{why}")
+            if settings.get("kv_type") == "f16":
+                note("an f16 cache needs other kernels there, several times as slow: leave -ctk and -ctv out")
         if verbose:
             note(f"{path} on {gpu.info['device']}")
             note("\n".join(plan.lines()))

@@ -246,6 +246,12 @@ def test_software_adapter_is_named_once(run, gpu, model):
         assert result.err.count("is a software adapter") == gpu.software
 
 
+@pytest.mark.parametrize("cache", ["f16", "f32"])
+def test_a_cache_that_is_slow_on_a_software_adapter_is_named(run, gpu, model, cache):
+    result = run("generate", "-p", "a", "-n", 1, "-m", model, "-ctk", cache, *RANDOM)
+    assert ("several times as slow" in result.err) == (gpu.software and cache == "f16")
+
+
 def test_verbose(run, model):
     result = run("generate", "-m", model, "-p", "a b", "-n", 5, "-v", *RANDOM)
     said = result.err
