@@ -339,7 +339,8 @@ def open_model(
     if verbose:
         t = llama.load_times
         note(f"header {t.open_s:.2f} s, device {t.device_s:.2f} s, weights {t.weights_s:.2f} s, "
-             f"kernels {t.compile_s:.2f} s, precision {llama.precision}")  # fmt: skip
+             f"kernels {t.compile_s:.2f} s, precision {llama.precision}, "
+             f"layers {'joined' if llama.model.joined else 'apart'}")  # fmt: skip
     if settings.get("precision") == "fast" != llama.precision and not quiet:
         note("int8 activations do not suit this model's shapes: precision high is used")
     if llama.tokenizer.warning and not quiet:

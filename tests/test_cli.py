@@ -258,7 +258,7 @@ def test_verbose(run, model):
     stages = ("weights  ", "KV cache (1024)", "scratch", "total", "header ", "seed 7", "load ")
     places = [said.index(stage) for stage in stages]
     assert places == sorted(places)  # the plan comes before the work
-    assert "device " in said and "kernels " in said and "precision " in said
+    assert "device " in said and "kernels " in said and "precision " in said and "layers apart" in said
 
 
 def test_seeds(run, model):
