@@ -1,12 +1,12 @@
 // The inputs of a linear of one token, made in the kernel itself: the partial results of attend_split joined (see
 // attend_merge), by every workgroup for itself. Saves the merge's own dispatch. prepare must be called by every invocation.
-// Parts: inputs_made, (record,) splits.
-// Needs K % 32 == 0, HEAD_DIM % 8 == 0, WORKGROUP % 4 == 0.
+// Parts: inputs_made, (record,) splits. Needs K % 32 == 0, HEAD_DIM % 8 == 0, WORKGROUP % 4 == 0.
 const K: u32 = 32u;
 const HEAD_DIM: u32 = 32u;
 const WORKGROUP: u32 = 64u;
 const HEADS: u32 = K / HEAD_DIM;
-const STATS_HEADS: u32 = (HEADS + 15u) / 16u * 16u;  // a layer's statistics have 128-byte lines of their own
+const LINE: u32 = 16u;  // statistics in 128 bytes: those of a layer have lines of their own
+const STATS_HEADS: u32 = (HEADS + LINE - 1u) / LINE * LINE;
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;      // [layers, HEADS, splits, HEAD_DIM]
 @group(0) @binding(9) var<storage, read> stats: array<vec2<f32>>;  // [layers, STATS_HEADS, splits] (top, total)
 fn prepare(index: u32) {
@@ -33,10 +33,10 @@ fn prepare(index: u32) {
       }
       var peak = top;
       for (var s = 0u; s < 4u; s++) { peak = max(peak, at[s].x); }
-      let keep = exp(top - peak);
-      a *= keep;
-      b *= keep;
-      total *= keep;
+      let shrink = exp(top - peak);
+      a *= shrink;
+      b *= shrink;
+      total *= shrink;
       top = peak;
       for (var s = 0u; s < 4u; s++) {
         let f = select(0.0, exp(at[s].x - top), s0 + s < splits);

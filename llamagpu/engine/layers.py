@@ -84,7 +84,8 @@ class JoinedLayers:
         self.mid = gpu.zeros(c.layers * c.dim * 4, "mid by layer")  # the residual stream after attention
         self.act = gpu.zeros(c.layers * c.ffn_dim * 4, "act by layer")
         self.partial = gpu.zeros(c.layers * c.heads * splits * c.head_dim * 4, "partial by layer")
-        self.stats = gpu.zeros(c.layers * -(-c.heads // 16) * 16 * splits * 8, "stats by layer")
+        line = constants("attend_split")["LINE"]
+        self.stats = gpu.zeros(c.layers * -(-c.heads // line) * line * splits * 8, "stats by layer")
 
     def free(self) -> None:
         self.gpu.free(self.q, self.mid, self.act, self.partial, self.stats, *self.counts.values())

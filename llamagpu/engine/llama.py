@@ -145,7 +145,7 @@ class Transformer:
         gpu.free(*freed.values())
 
     def new_caches(self, size: int) -> list[tuple[Any, Any]]:
-        """By layer; stacked where layers are joined, as far as a binding reaches."""
+        """By layer; one behind the other where layers are joined, as far as a binding reaches."""
         gpu, layers = self.gpu, self.config.layers
         found: list[tuple[Any, Any]] = []
         room = min(gpu.caps.binding_bytes, gpu.limits["max-buffer-size"])
