@@ -222,6 +222,34 @@ def test_what_joining_needs(gpu, limits):
     assert not routes.joinable(2048, 8192, routes.Heads(32, 1, 64), True, fine)  # 32 heads share one: a subgroup each
 
 
+def test_layers_share_no_line_of_memory(join_gpu, tmp_path):
+    """A line that was read with one layer's values may stay in a workgroup's cache, and be read with the next one's: 256
+    bytes that nobody writes, and nobody reads, are between them and around all."""
+    model = load(join_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
+    want, layers = logits_after(model, [3]), SHAPE["layers"]
+    model.truncate(0)
+    poison = np.uint32(0x7FC0BEEF)  # not a number
+    for buffer in (model.joined.q.buffer, model.x):
+        join_gpu.write(buffer, np.full(buffer.size // 4, poison))
+    assert np.array_equal(logits_after(model, [3]), want)
+    words = join_gpu.read(model.joined.q.buffer, np.uint32, model.joined.q.buffer.size // 4)
+    rows = dict(q=2 * 64, mid=128, act=192, partial=2 * 128 * 64, stats=2 * 2 * 128)  # 128 splits, of which one is used
+    ends = [0]
+    for name, width in rows.items():
+        place = getattr(model.joined, name)
+        for layer in range(layers):
+            used = width // 128 if name in ("partial", "stats") else width
+            start = place.offset // 4 + layer * (used + 64)
+            assert (words[start : start + used] != poison).all(), (name, layer)
+            assert (words[ends[-1] : start] == poison).all() and start - ends[-1] >= 64, (name, layer)
+            ends.append(start + used)
+    assert (words[ends[-1] :] == poison).all() and len(words) - ends[-1] >= 64
+    x = join_gpu.read(model.x, np.uint32, (layers + 1) * (128 + 64)).reshape(layers + 1, -1)
+    assert (x[:, :128] != poison).all() and (x[:, 128:] == poison).all()
+    for place in model.caches[0] + model.caches[-1]:
+        assert place.offset >= 256 and place.buffer.size - place.offset - place.size >= 256
+
+
 # How kernels become one
 
 
@@ -234,7 +262,7 @@ def test_what_one_stage_writes_no_stage_binds_read_only(join_gpu, tmp_path):
     for name, buffer in layers.buffers.items():
         modes.setdefault(getattr(buffer, "buffer", buffer), set()).add(declared[name])
     assert all(len(found) == 1 or found <= {"storage, read", "uniform"} for found in modes.values())
-    shared = {b for b in (model.joined.q, model.joined.mid, model.joined.act, model.joined.partial, model.x)}
+    shared = (model.joined.q.buffer, model.x, *(k.buffer for k in model.caches[0]))
     assert all(modes[b] == {"storage, read_write"} for b in shared)
 
 
@@ -270,5 +298,3 @@ def test_crews_are_powers_of_two(gpu, dim):
     """Arrivals are counted without end: 2^32 must be a whole number of meetings."""
     for crew in (*routes.crews(dim, replace(gpu.caps, cpu=False)), *routes.crews(dim, gpu.caps)):
         assert crew.count & (crew.count - 1) == 0
-
-

@@ -17,13 +17,11 @@ const STRANDS: u32 = 2u;  // subgroups per query head, a power of two
 const I8: bool = false;
 const PARTIAL: bool = false;  // leaves partial sums of one split, too
 const GROUP_HEADS: u32 = HEADS / KV_HEADS;
-const LINE: u32 = 16u;  // statistics in 128 bytes: those of a layer have lines of their own
-const STATS_HEADS: u32 = (HEADS + LINE - 1u) / LINE * LINE;
 const WORKGROUP: u32 = GROUP_HEADS * STRANDS * SUBGROUP;  // or more: the rest is idle
 const OCTS: u32 = HEAD_DIM / 8u / TEAM;          // runs of 8 dimensions that a lane owns: run lane + TEAM * i
 const STRIDE: u32 = STRANDS * SUBGROUP / TEAM;  // positions in flight per head
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;              // [m, HEADS, HEAD_DIM] f32 or records; or partial sums
-@group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;    // [layers, STATS_HEADS, splits] or [m, HEADS, splits] (top, total)
+@group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;    // [m, HEADS, splits] (top, total)
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;              // q [m, HEADS, HEAD_DIM]
 @group(0) @binding(8) var<uniform> step: Step;
 const HALF: u32 = max(STRANDS / 2u, 1u);
@@ -51,7 +49,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   var q: array<vec4<f32>, 2u * OCTS>;
   var acc: array<vec4<f32>, 2u * OCTS>;
   for (var i = 0u; i < OCTS; i++) {
-    let j = head * (HEAD_DIM / 4u) + 2u * (TEAM * i + lane);
+    let j = layer() * (GAP / 4u) + head * (HEAD_DIM / 4u) + 2u * (TEAM * i + lane);
     q[2u * i] = x[j] * SCALE;
     q[2u * i + 1u] = x[j + 1u] * SCALE;
     acc[2u * i] = vec4<f32>();
@@ -125,9 +123,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let first_team = index % SUBGROUP < TEAM;
   if (PARTIAL || groups.y > 1u) {
     let at = head * groups.y + group.y;
-    let own = (layer() * STATS_HEADS + head - layer() * HEADS) * groups.y + group.y;
-    for (var i = 0u; i < 2u * OCTS; i++) { if (first_team) { put4(at * (HEAD_DIM / 4u) + quad_of(i, lane), acc[i]); } }
-    if (index % SUBGROUP == 0u) { stats[own] = vec2<f32>(top, total); }
+    let quad = layer() * (GAP / 4u) + at * (HEAD_DIM / 4u);
+    for (var i = 0u; i < 2u * OCTS; i++) { if (first_team) { put4(quad + quad_of(i, lane), acc[i]); } }
+    if (index % SUBGROUP == 0u) { stats[layer() * (GAP / 2u) + at] = vec2<f32>(top, total); }
     return;
   }
   for (var i = 0u; i < OCTS; i++) {

@@ -2,10 +2,12 @@
 // to find out whether workgroups that meet see each other's stores.
 const N: u32 = 65536u;  // every crew has work for all of its workgroups
 const SHIFT: u32 = 5171u;
+const AT: u32 = 0u;      // words before the first row
 const WORKGROUP: u32 = 256u;
-@group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [layers + 1, N]
+@group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [layers + 1, N], gaps between layers
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
   let i = group.x * WORKGROUP + index;
-  y[(layer() + 1u) * N + i] = y[layer() * N + (i + SHIFT) % N] + 1u;
+  let row = AT + layer() * (N + GAP);
+  y[row + N + GAP + i] = y[row + (i + SHIFT) % N] + 1u;
 }

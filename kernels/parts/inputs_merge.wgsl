@@ -5,17 +5,14 @@ const K: u32 = 32u;
 const HEAD_DIM: u32 = 32u;
 const WORKGROUP: u32 = 64u;
 const HEADS: u32 = K / HEAD_DIM;
-const LINE: u32 = 16u;  // statistics in 128 bytes: those of a layer have lines of their own
-const STATS_HEADS: u32 = (HEADS + LINE - 1u) / LINE * LINE;
-@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;      // [layers, HEADS, splits, HEAD_DIM]
-@group(0) @binding(9) var<storage, read> stats: array<vec2<f32>>;  // [layers, STATS_HEADS, splits] (top, total)
+@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;      // [layers, HEADS, splits, HEAD_DIM], gaps between layers
+@group(0) @binding(9) var<storage, read> stats: array<vec2<f32>>;  // [layers, HEADS, splits] (top, total), likewise
 fn prepare(index: u32) {
   wait(index);
   let splits = split_count();
   for (var u = 0u; u < K / 8u; u += WORKGROUP) {  // eight values each; the same rounds for all
     let i = min(u + index, K / 8u - 1u);
     let first = (layer() * HEADS + 8u * i / HEAD_DIM) * splits;
-    let known = (layer() * STATS_HEADS + 8u * i / HEAD_DIM) * splits;
     var a = vec4<f32>();
     var b = vec4<f32>();
     var top = -1e30;
@@ -26,8 +23,8 @@ fn prepare(index: u32) {
       var vb: array<vec4<f32>, 4>;
       for (var s = 0u; s < 4u; s++) {
         let split = min(s0 + s, splits - 1u);
-        let j = ((first + split) * HEAD_DIM + 8u * i % HEAD_DIM) / 4u;
-        at[s] = stats[known + split];
+        let j = (layer() * GAP + (first + split) * HEAD_DIM + 8u * i % HEAD_DIM) / 4u;
+        at[s] = stats[layer() * (GAP / 2u) + first + split];
         va[s] = x[j];
         vb[s] = x[j + 1u];
       }

@@ -5,7 +5,7 @@ const K: u32 = 32u;
 const NORM: bool = true;
 const EPS: f32 = 1e-5;
 const WORKGROUP: u32 = 64u;
-@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;     // [layers, K]
+@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;     // [layers, K], gaps between layers
 @group(0) @binding(9) var<storage, read> norm: array<vec4<f32>>;  // [layers, K]
 const ROUNDS_IN: u32 = (K / 8u + WORKGROUP - 1u) / WORKGROUP;  // of eight values for each invocation
 fn place_in(index: u32, round: u32) -> u32 { return layer() * (K / 4u) + 2u * min(index + round * WORKGROUP, K / 8u - 1u); }
@@ -16,7 +16,7 @@ fn prepare(index: u32) {
   }
   wait(index);
   var v: array<mat2x4<f32>, ROUNDS_IN>;
-  for (var r = 0u; r < ROUNDS_IN; r++) { let i = place_in(index, r); v[r] = mat2x4<f32>(x[i], x[i + 1u]); }
+  for (var r = 0u; r < ROUNDS_IN; r++) { let i = layer() * (GAP / 4u) + place_in(index, r); v[r] = mat2x4<f32>(x[i], x[i + 1u]); }
   var sum = 0.0;
   for (var r = 0u; r < ROUNDS_IN; r++) {
     let i = index + r * WORKGROUP;

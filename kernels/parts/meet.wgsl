@@ -1,10 +1,12 @@
 // All workgroups of a kernel meet: arrive once what the others will read is stored, wait before reading theirs. Arrivals
 // are counted and never set back, so an arrival's number says which meeting it belongs to. Every invocation must call
-// both; a wait without an arrival before it returns at once. What is read after a wait must lie in 128-byte lines that the
-// same kernel has not read before: a workgroup may have them in a cache that a fence does not clear.
+// both; a wait without an arrival before it returns at once. What is read after a wait must lie in lines of memory that the
+// same kernel has not read before: a workgroup may have them in a cache that a fence does not clear. Nobody knows where in a
+// line a buffer begins, so there is a gap before, between and after the rows that layers hand on.
 // Needs WORKGROUPS (a power of two) workgroups that run at the same time: where they do not, waits are given up after some
 // time, and the results are wrong.
 const WORKGROUPS: u32 = 1u;
+const GAP: u32 = 64u;       // words, more than a line
 const SUBGROUP: u32 = 32u;  // lanes of a subgroup, as probed
 struct Meeting { arrivals: atomic<u32>, given_up: atomic<u32>, patience: u32 }  // patience: looks at the count, some 0.5 us each
 @group(0) @binding(0) var<storage, read_write> meeting: Meeting;

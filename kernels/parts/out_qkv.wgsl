@@ -39,7 +39,7 @@ fn emit(token: u32, part_row: u32, v: vec2<f32>) {
   let u = select(v, v + shift, BIAS);
   let o = vec2<f32>(u.x * turn.x - u.y * turn.y, u.x * turn.y + u.y * turn.x);
   if (head < HEADS) {
-    y[((layer() + token) * HEADS * HEAD_DIM + row) / 2u] = o;
+    y[(layer() * GAP + (layer() + token) * HEADS * HEAD_DIM + row) / 2u] = o;
   } else if (head < HEADS + KV_HEADS) {
     let i = (((layer() * KV_HEADS + head - HEADS) * step.capacity + pos) * HEAD_DIM + dim) / 2u;
     if (KV_F32) { k_cache[2u * i] = bitcast<u32>(o.x); k_cache[2u * i + 1u] = bitcast<u32>(o.y); }

@@ -6,16 +6,16 @@ const ROW0: u32 = 0u;    // its first row in the whole matrix
 const WIDTH: u32 = 2u;   // rows of the whole matrix
 const UP: u32 = 0u;
 const BIAS: bool = false;
-@group(0) @binding(0) var<storage, read_write> y: array<vec2<f32>>;  // [layers + UP, WIDTH]
-@group(0) @binding(1) var<storage, read> old: array<vec2<f32>>;      // [layers, WIDTH]
+@group(0) @binding(0) var<storage, read_write> y: array<vec2<f32>>;  // [layers + UP, WIDTH], gaps between layers
+@group(0) @binding(1) var<storage, read> old: array<vec2<f32>>;      // [layers, WIDTH], likewise
 @group(0) @binding(4) var<storage, read> bias: array<f32>;
 var<private> before: vec2<f32>;
 fn begin(token: u32, row: u32) {
   let i = layer() * WIDTH + ROW0 + min(row, N - 2u);
-  before = old[i / 2u];
+  before = old[(layer() * GAP + i) / 2u];
   if (BIAS) { before += vec2<f32>(bias[i], bias[i + 1u]); }
 }
 fn emit(token: u32, row: u32, v: vec2<f32>) {
-  if (row < N) { y[((layer() + UP) * WIDTH + ROW0 + row) / 2u] = before + v; }
+  if (row < N) { y[((layer() + UP) * (WIDTH + GAP) + ROW0 + row) / 2u] = before + v; }
 }
 fn finish(group: u32, token0: u32, index: u32) {}

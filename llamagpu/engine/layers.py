@@ -1,8 +1,8 @@
 """Decode in few dispatches: runs of like layers, each run one kernel (gpu/join.py).
 
 The weights of a run lie one behind the other (engine/shelves.py), and so do the cache and everything that stages hand
-to each other: nothing is read in a place that the same kernel has read before, since a workgroup may have the old value
-in a cache of its own.
+to each other, with gaps: nothing is read from a line of memory that the same kernel has read before, since a workgroup
+may have the old values in a cache of its own.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from llamagpu.engine import ops
 from llamagpu.engine.weights import Layer, Matrix, Part, Weights
 from llamagpu.files.config import LlamaConfig
 from llamagpu.gpu import routes
-from llamagpu.gpu.device import Dispatch, Gpu, Slice, nbytes
+from llamagpu.gpu.device import Dispatch, Gpu, Slice, nbytes, with_gaps
 from llamagpu.gpu.join import Stage
 from llamagpu.gpu.recorder import Plan, Recorder
 from llamagpu.gpu.shaders import Const, constants
@@ -69,6 +69,17 @@ def span(first: Any, count: int) -> Any:
     return Slice(first.buffer, first.offset, count * first.size) if isinstance(first, Slice) else first
 
 
+def layer_stride(width: int) -> int:
+    """Bytes from what a layer hands on, so many words, to what the next one does."""
+    return 4 * (width + constants("meet")["GAP"])
+
+
+def handed_on(c: LlamaConfig) -> tuple[int, ...]:
+    """Words of a layer: q, mid, act, partial, stats."""
+    splits = c.heads * routes.joined_splits(c.kv_heads)
+    return c.heads * c.head_dim, c.dim, c.ffn_dim, splits * c.head_dim, 2 * splits
+
+
 class JoinedLayers:
     """All layers for one token: from row 0 of x to row `layers`."""
 
@@ -77,18 +88,15 @@ class JoinedLayers:
     ) -> None:
         self.gpu, self.config, self.weights, self.x, self.step, self.meeting = gpu, config, weights, x, step, meeting
         self.kv_f32, self.exact = kv_f32, "" if fast else "_f32"
-        c, splits = config, routes.joined_splits(config.kv_heads)
+        c = config
         self.crew = routes.crews(c.dim, gpu.caps)[0]
         self.counts: dict[int, Any] = {}  # buffers that say how many layers
-        self.q = gpu.zeros(c.layers * c.heads * c.head_dim * 4, "q by layer")
-        self.mid = gpu.zeros(c.layers * c.dim * 4, "mid by layer")  # the residual stream after attention
-        self.act = gpu.zeros(c.layers * c.ffn_dim * 4, "act by layer")
-        self.partial = gpu.zeros(c.layers * c.heads * splits * c.head_dim * 4, "partial by layer")
-        line = constants("attend_split")["LINE"]
-        self.stats = gpu.zeros(c.layers * -(-c.heads // line) * line * splits * 8, "stats by layer")
+        # queries, the residual stream after attention, silu(gate) * up, and attention's splits
+        rows = [c.layers * layer_stride(width) for width in handed_on(c)]
+        self.q, self.mid, self.act, self.partial, self.stats = with_gaps(gpu, rows, "by layer")
 
     def free(self) -> None:
-        self.gpu.free(self.q, self.mid, self.act, self.partial, self.stats, *self.counts.values())
+        self.gpu.free(self.q.buffer, *self.counts.values())
 
     def dispatches(self, caches: list[tuple[Any, Any]], rope: Any) -> list[Dispatch]:
         """One for each run of layers whose weights and caches lie one behind the other."""
@@ -109,7 +117,7 @@ class JoinedLayers:
         c, gpu = self.config, self.gpu
         layer = with_buffers(self.weights.layers[start], lambda buffer: span(buffer, count))
         k_cache, v_cache = span(k_cache, count), span(v_cache, count)
-        x = Slice(self.x, start * 4 * c.dim, (count + 1) * 4 * c.dim)
+        x = Slice(self.x, start * layer_stride(c.dim), (count + 1) * layer_stride(c.dim))
         gate_up = layer.gate_up[0]
         splits: dict[str, Const] = {"WINDOW": c.sliding_window, "MOST_SPLITS": routes.joined_splits(c.kv_heads)}
         own: dict[str, Const] = {
@@ -168,14 +176,15 @@ class JoinedLayers:
 
 
 def relayed(gpu: Gpu, crew: routes.Crew, meeting: Any, count: Any, seed: int = 1) -> tuple[Any, Any]:
-    """Values that each of RELAY layers takes from workgroups of the layer before, and what they should be."""
-    n, shift = constants("relay")["N"], constants("relay")["SHIFT"]
-    rows = np.arange(seed, seed + (RELAY + 1) * n, dtype=np.uint32).reshape(-1, n) * np.uint32(2654435761)
-    y = gpu.upload(rows, "relay")  # what is read too early is no zero and nothing that another relay left
-    consts: dict[str, Const] = {"WORKGROUP": crew.invocations}
+    """Values that each of RELAY layers takes from workgroups of the layer before, and what they should be. With every
+    seed rows begin elsewhere in a line of memory."""
+    n, shift, at = constants("relay")["N"], constants("relay")["SHIFT"], 16 * seed
+    words = np.arange(seed, seed + at + (RELAY + 1) * layer_stride(n) // 4, dtype=np.uint32) * np.uint32(2654435761)
+    y = gpu.upload(words, "relay")  # what is read too early is no zero and nothing that another relay left
+    consts: dict[str, Const] = {"WORKGROUP": crew.invocations, "AT": at}
     alone = gpu.dispatch("relay", (), consts, {"y": y}, (n // crew.invocations, 1, 1))
     work = gpu.joined([Stage(alone.source, alone.buffers, alone.grid)], crew.count, meeting, count)
     Recorder(gpu).submit([(Plan([work]), 1, 0)])
-    got = gpu.read(y, np.uint32, n, offset=RELAY * 4 * n)
+    got = gpu.read(y, np.uint32, n, offset=4 * at + RELAY * layer_stride(n))
     gpu.free(y)
-    return got, np.roll(rows[0], -RELAY * shift) + np.uint32(RELAY)
+    return got, np.roll(words[at : at + n], -RELAY * shift) + np.uint32(RELAY)

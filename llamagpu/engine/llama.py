@@ -10,13 +10,13 @@ import numpy as np
 import wgpu
 
 from llamagpu.engine import ops
-from llamagpu.engine.layers import JoinedLayers, stage_fits
+from llamagpu.engine.layers import JoinedLayers, layer_stride, stage_fits
 from llamagpu.engine.sampler import Sampling
 from llamagpu.engine.weights import Layer, Matrix, Weights, joinable
 from llamagpu.errors import DeviceLost, DoesNotFit
 from llamagpu.files.config import LlamaConfig, rope_table
 from llamagpu.gpu import routes
-from llamagpu.gpu.device import Dispatch, Gpu, Slice, slices, whole
+from llamagpu.gpu.device import ALIGN, Dispatch, Gpu, Slice, whole, with_gaps
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 
 CHUNK = 512  # most tokens of a prefill step, where the caller does not say: bounds the scratch buffers
@@ -109,7 +109,8 @@ class Transformer:
         wide = rows if not (self.fast and self.fast_many) else 1
         rounded = rows if self.fast_many else 1
         attended = wide if routes.attention_records(c.head_dim, c.heads // c.kv_heads, gpu.caps) else rows
-        self.x = gpu.zeros(max(rows, c.layers + 1) * c.dim * 4, "x")  # [m or layers + 1, dim] residual stream
+        # [m, dim] residual stream, or [layers + 1, dim] with gaps
+        self.x = gpu.zeros(max(rows * c.dim * 4, (c.layers + 1) * layer_stride(c.dim)), "x")
         widest = max(c.dim, c.heads * c.head_dim)
         self.h = gpu.zeros(attended * widest * 4, "h")  # [m, dim] normalised; [m, heads, head_dim] attended
         self.q = gpu.zeros(rows * c.heads * c.head_dim * 4, "q")  # [m, heads, head_dim] rotated queries
@@ -148,12 +149,11 @@ class Transformer:
         """By layer; one behind the other where layers are joined, as far as a binding reaches."""
         gpu, layers = self.gpu, self.config.layers
         found: list[tuple[Any, Any]] = []
-        room = min(gpu.caps.binding_bytes, gpu.limits["max-buffer-size"])
+        room = min(gpu.caps.binding_bytes, gpu.limits["max-buffer-size"] - 2 * ALIGN)
         most = max(1, room // size) if self.joined else 1
         for start in range(0, layers, most):
             count = min(most, layers - start)
-            k, v = gpu.zeros(count * size, "k_cache"), gpu.zeros(count * size, "v_cache")
-            found += zip(slices(k, count), slices(v, count), strict=True)
+            found += zip(*(with_gaps(gpu, [size] * count, label) for label in ("k_cache", "v_cache")), strict=True)
         return found
 
     def check_most(self, context: int) -> None:
@@ -241,8 +241,8 @@ class Transformer:
 
     def after_layers(self, m: int) -> Any:
         """Where `body` leaves the residual stream."""
-        row = 4 * self.config.dim
-        return Slice(self.x, self.config.layers * row, row) if m == 1 and self.joined else self.x
+        c = self.config
+        return Slice(self.x, c.layers * layer_stride(c.dim), 4 * c.dim) if m == 1 and self.joined else self.x
 
     def block(self, layer: Layer, k_cache: Any, v_cache: Any, m: int, reach: int) -> list[Dispatch]:
         c = self.config

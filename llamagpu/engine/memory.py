@@ -6,6 +6,7 @@ from math import prod
 
 import numpy as np
 
+from llamagpu.engine.layers import handed_on, layer_stride
 from llamagpu.engine.weights import joinable
 from llamagpu.errors import DoesNotFit, LlamaGpuError
 from llamagpu.files.config import LlamaConfig
@@ -95,8 +96,8 @@ def plan_memory(
         row += 48 * (widest + c.ffn_dim) // 32  # h and act as int8 records
     once = c.vocab * 2 + context * c.rope_dims + heads * routes.MOST_SPLITS  # logits, choices, rope, partial
     scratch = min(chunk, context) * row + 4 * once
-    if not tiled and joinable(c, gpu, fast):  # what stages hand on, by layer: q, mid, act, partial
-        scratch += 4 * c.layers * (heads + c.dim + c.ffn_dim + heads * routes.joined_splits(c.kv_heads))
+    if not tiled and joinable(c, gpu, fast):
+        scratch += c.layers * sum(map(layer_stride, handed_on(c)))
     cache = 2 * c.layers * cache_layer
     six = not gpu.caps.cpu
     weights = sum(tile_bytes(t) if tiled else tensor_bytes(t, gpu.caps.half, fast, six) for t in tensors.values())

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -380,10 +381,12 @@ class Slice:
 ALIGN = 256  # what every WebGPU implementation takes
 
 
-def slices(buffer: Any, count: int) -> list[Slice]:
-    """`count` equal parts of a buffer."""
-    size = buffer.size // count
-    return [Slice(buffer, i * size, size) for i in range(count)]
+def with_gaps(gpu: Gpu, sizes: Sequence[int], label: str) -> list[Slice]:
+    """Slices of a new buffer, one behind the other, that share no line of memory with another buffer: where in a line
+    this one begins is not known."""
+    starts = list(accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=ALIGN))
+    buffer = gpu.zeros(starts[-1] + ALIGN, label)
+    return [Slice(buffer, start, size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def whole(buffer: Any) -> Any:
