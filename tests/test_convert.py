@@ -27,12 +27,10 @@ from llamagpu.files.repack import repack
 from llamagpu.files.tokenizer import Tokenizer
 from llamagpu.tools.convert.convert import convert, open_source, plan
 
-RNG = np.random.default_rng(5)
-
 
 def sample(rows: int = 64, k: int = 256) -> np.ndarray:
     """Weights with outliers, and groups of every awkward kind in front."""
-    x = (RNG.standard_t(4, (rows, k)) * 0.05).astype(np.float32)
+    x = (np.random.default_rng(5).standard_t(4, (rows, k)) * 0.05).astype(np.float32)
     x[0, :32], x[1, :32], x[2, :32] = 0, 0.5, -1e-9
     x[3, :32] = np.tile([2.0, -2.0], 16)  # two of the largest magnitude: the first counts
     return x
@@ -70,7 +68,7 @@ def test_q6_k():
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_search_is_never_worse(kind, gain, calibrated):
     x = sample()
-    importance = RNG.uniform(0.01, 10, x.shape[1]).astype(np.float32) if calibrated else None
+    importance = np.random.default_rng(6).uniform(0.01, 10, x.shape[1]).astype(np.float32) if calibrated else None
     weights = weights_of(x.reshape(-1, 32), importance)
     errors = []
     for best in (False, True):
