@@ -45,11 +45,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let begin = select(0u, end - min(WINDOW, end), WINDOW > 0u);
   let share = (end - begin + groups.y - 1u) / groups.y;
   let last = min(begin + (group.y + 1u) * share, end);
-  let base = (layer() * KV_HEADS + group.x) * step.capacity;
+  let base = later() + (layer() * KV_HEADS + group.x) * step.capacity;
   var q: array<vec4<f32>, 2u * OCTS>;
   var acc: array<vec4<f32>, 2u * OCTS>;
   for (var i = 0u; i < OCTS; i++) {
-    let j = layer() * (GAP / 4u) + head * (HEAD_DIM / 4u) + 2u * (TEAM * i + lane);
+    let j = later() + layer() * (GAP / 4u) + head * (HEAD_DIM / 4u) + 2u * (TEAM * i + lane);
     q[2u * i] = x[j] * SCALE;
     q[2u * i + 1u] = x[j + 1u] * SCALE;
     acc[2u * i] = vec4<f32>();

@@ -9,5 +9,5 @@ const WORKGROUP: u32 = 256u;
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
   let i = group.x * WORKGROUP + index;
   let row = AT + layer() * (N + GAP);
-  y[row + N + GAP + i] = y[row + (i + SHIFT) % N] + 1u;
+  y[row + N + GAP + i] = y[later() + row + (i + SHIFT) % N] + 1u;
 }

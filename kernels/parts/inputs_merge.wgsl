@@ -12,7 +12,7 @@ fn prepare(index: u32) {
   let splits = split_count();
   for (var u = 0u; u < K / 8u; u += WORKGROUP) {  // eight values each; the same rounds for all
     let i = min(u + index, K / 8u - 1u);
-    let first = (layer() * HEADS + 8u * i / HEAD_DIM) * splits;
+    let first = later() + (layer() * HEADS + 8u * i / HEAD_DIM) * splits;
     var a = vec4<f32>();
     var b = vec4<f32>();
     var top = -1e30;

@@ -16,7 +16,8 @@ fn prepare(index: u32) {
   }
   wait(index);
   var v: array<mat2x4<f32>, ROUNDS_IN>;
-  for (var r = 0u; r < ROUNDS_IN; r++) { let i = layer() * (GAP / 4u) + place_in(index, r); v[r] = mat2x4<f32>(x[i], x[i + 1u]); }
+  let gaps = later() + layer() * (GAP / 4u);
+  for (var r = 0u; r < ROUNDS_IN; r++) { let i = gaps + place_in(index, r); v[r] = mat2x4<f32>(x[i], x[i + 1u]); }
   var sum = 0.0;
   for (var r = 0u; r < ROUNDS_IN; r++) {
     let i = index + r * WORKGROUP;

@@ -12,7 +12,7 @@ const BIAS: bool = false;
 var<private> before: vec2<f32>;
 fn begin(token: u32, row: u32) {
   let i = layer() * WIDTH + ROW0 + min(row, N - 2u);
-  before = old[(layer() * GAP + i) / 2u];
+  before = old[later() + (layer() * GAP + i) / 2u];
   if (BIAS) { before += vec2<f32>(bias[i], bias[i + 1u]); }
 }
 fn emit(token: u32, row: u32, v: vec2<f32>) {
