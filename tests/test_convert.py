@@ -242,6 +242,27 @@ def test_damaged_packed_files(folder, tmp_path):
         PackedFile(path)
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_damaged_steps_of_packed_files(tmp_path, kind):
+    """Scales of K-quants: bytes of records, of which the first four are two f16."""
+    path = tmp_path / "m.safetensors"
+    make(tiny_llama(tmp_path / "m.gguf", kind=kind, dim=256, ffn=512), path, "packed")
+    file, whole = PackedFile(path), path.read_bytes()
+    config, scales = LlamaConfig.from_gguf(file.metadata, file.tensors), file.arrays["blk.1.ffn_down.0.scales"]
+    assert scales.shape == (256, 2, 20) and scales.dtype == {"Q4_K": "U8", "Q6_K": "I8"}[kind]
+    for at, fine in ((scales.offset + 20, False), (scales.offset + 24, True)):  # a step, a multiple
+        path.write_bytes(whole[:at] + b"\xff\xff" + whole[at + 2 :])
+        if fine:
+            [job() for _, job in PackedFile(path).jobs(config)]
+            continue
+        with pytest.raises(BadFile, match=r"ffn_down\.0\.scales holds NaN"):
+            [job() for _, job in PackedFile(path).jobs(config)]
+    for shape in (b"[256, 4, 10]", b"[256, 1, 40]", b"[512, 1, 20]", b"[256, 10, 4]", b"[16, 1, 640]"):
+        path.write_bytes(whole.replace(b"[256, 2, 20]", shape))
+        with pytest.raises(BadFile, match=r"scales' is missing or damaged"):
+            [job() for _, job in PackedFile(path).jobs(config)]
+
+
 # When something goes wrong
 
 

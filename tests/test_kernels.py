@@ -21,6 +21,7 @@ from llamagpu.engine.sampler import Sampling, candidates, make_sampler, penalise
 from llamagpu.engine.weights import Matrix, Part, to_q6, upload_part  # noqa: E402
 from llamagpu.gpu.recorder import Plan, Recorder  # noqa: E402
 from llamagpu.tools import baselines  # noqa: E402
+from llamagpu.tools.oracle import step_records  # noqa: E402
 
 # (NMSE, largest error / largest value). f32 sums of up to 8192 products: measured 1e-13 and 1e-6 at most, the
 # rest is room for adapters that add in another order or whose exp and inverseSqrt are a few ulp off.
@@ -201,27 +202,32 @@ class Weight:
         scales = 0.01 * rng.standard_normal((n, k // self.group, 1 + self.offset))
         scales[..., 1:] *= 10
         form = "q8" if self.form == "q6" else self.form
-        return Packed(form, n, k, self.group, words, scales.astype(self.scale))
+        made = step_records(rng, n, k, self.group, self.offset) if self.scale == "i1" else scales.astype(self.scale)
+        return Packed(form, n, k, self.group, words, made)
 
 
 WEIGHTS = (
     Weight("q4", 71, 576, 32, why="Q4_0, the width of SmolLM2; odd n"),
     Weight("q8", 71, 576, 32, why="Q8_0; odd n"),
     Weight("f16", 71, 576, why="odd n"),
-    Weight("q4", 10, 8192, 32, offset=True, scale="f4", why="Q4_K, the down projection of Llama 1B"),
+    Weight("q4", 10, 8192, 32, offset=True, scale="i1", why="Q4_K, the down projection of Llama 1B"),
+    Weight("q4", 10, 2048, 32, offset=True, scale="f4", why="an AWQ file's offsets"),
     Weight("q4", 130, 64, 32, offset=True, why="Q4_1; a third tile of 2 rows"),
-    Weight("q4", 66, 256, 16, scale="f4", why="Q3_K"),
-    Weight("q4", 64, 96, 16, offset=True, scale="f4", why="Q2_K; an odd number of blocks"),
-    Weight("q4", 3, 128, 16, offset=True, why="Q2_K as the fast precision keeps it"),
+    Weight("q4", 66, 256, 16, scale="i1", why="Q3_K"),
+    Weight("q4", 67, 768, 16, offset=True, scale="i1", why="Q2_K; an odd number of records, and of rows"),
+    Weight("q4", 64, 96, 16, offset=True, scale="f4", why="an odd number of blocks"),
+    Weight("q4", 3, 128, 16, offset=True, why="groups of 16 with offsets in f16"),
     Weight("q4", 34, 256, 128, why="a group of four loads"),
     Weight("q4", 9, 40, 8, why="a group of one u32"),
     Weight("q4", 9, 36, 12, offset=True, why="k and group not % 8; words shared by rows"),
     Weight("q4", 7, 30, 5, why="an odd group: the nibbles of a byte have two scales"),
     Weight("q4", 1, 32, 32, why="one row"),
-    Weight("q8", 10, 2048, 32, offset=True, scale="f4", why="Q5_K"),
+    Weight("q8", 10, 2048, 32, offset=True, scale="i1", why="Q5_K"),
+    Weight("q8", 11, 512, 32, scale="i1", why="IQ4_XS"),
     Weight("q8", 66, 64, 32, offset=True, why="Q5_1"),
-    Weight("q6", 71, 576, 16, scale="f4", why="Q6_K; odd n"),
-    Weight("q6", 130, 256, 16, why="Q6_K as the fast precision keeps it"),
+    Weight("q6", 71, 576, 16, scale="f4", why="Q6_K where f16 cannot be converted; odd n"),
+    Weight("q6", 130, 256, 16, scale="i1", why="Q6_K"),
+    Weight("q6", 7, 2048, 16, scale="i1", why="Q6_K, many records"),
     Weight("q6", 1, 64, 16, scale="f4", why="the smallest"),
     Weight("q8", 130, 96, 16, scale="f4", why="two scales per block"),
     Weight("q8", 9, 32, 8, why="a group of 8"),
@@ -245,12 +251,13 @@ LINEAR = runs(
 
 
 def upload(gpu: Any, weight: Weight, row0: int = 0) -> tuple[Part, np.ndarray]:
-    """The weights on the device, and as [n, k] float64. f16 scales stay f16, also where the loader would
-    widen them because the adapter cannot convert: that decoding is part of what is tested."""
+    """The weights on the device, and as [n, k] float64. f16 scales and steps stay as they are, also where the loader
+    would widen them because the adapter cannot convert: that decoding is part of what is tested."""
     packed = weight.packed()
     part = upload_part(gpu, to_q6(packed) if weight.form == "q6" else packed, row0, weight.name)
-    if packed.scales is not None and packed.scales.dtype == np.float16:
-        part = replace(part, scales=gpu.upload(packed.scales, "scales"), scale_f32=False)
+    if packed.scales is not None and packed.scales.itemsize < 4:
+        bits = 8 * packed.scales.itemsize
+        part = replace(part, scales=gpu.upload(packed.scales, "scales"), scale_bits=bits)
     return part, dequantize(packed)
 
 
@@ -307,8 +314,9 @@ def test_linear(any_gpu, route, case):
         assert (got[m:] == GUARD).all(), f"{m} tokens: wrote behind the last"
 
 
-STAGES = [Weight("q4", 71, 576, 32), Weight("q4", 70, 2048, 32, offset=True), Weight("q6", 71, 576, 16, scale="f4"),
-          Weight("q8", 71, 192, 32), Weight("f16", 70, 576)]  # fmt: skip
+STAGES = [Weight("q4", 71, 576, 32), Weight("q4", 70, 2048, 32, offset=True), Weight("q6", 71, 768, 16, scale="i1"),
+          Weight("q4", 30, 5376, 32, offset=True, scale="i1"), Weight("q8", 71, 192, 32),
+          Weight("f16", 70, 576)]  # fmt: skip
 
 
 @covers("linear_turns")
@@ -328,7 +336,7 @@ def test_linear_turns(gpu, case, inputs):
         plain, norm = gpu.read(xs, np.float32, case.k)[None], gpu.read(more["made"].buffers["norm"], np.float32, case.k)
         x = normalised(plain, norm, 0.25) if exact else x
     for count in (1, 3, 64):
-        route = routes.joined_linear(part.shape(1), routes.Crew(count, 128), gpu.caps)
+        route = routes.joined_linear(part.shape(1, inputs), routes.Crew(count, 128), gpu.caps)
         (found,) = ops.linear(
             gpu, xs, matrix, 1, ops.store(y, matrix), step(gpu, 1), inputs, (route,), more["made"]
         )
@@ -834,7 +842,7 @@ class Table:
 
 TABLES = (
     Table(MIXED),
-    Table((Weight("q6", 40, 256, 16, scale="f4"),)),
+    Table((Weight("q6", 40, 256, 16, scale="i1"),)),
     Table((Weight("q4", 40, 576, 32, offset=True),)),  # more than one workgroup of values
     Table((Weight("q8", 7, 32, 8), Weight("f16", 1, 32))),
     Table((Weight("f16", 6, 33), Weight("f16", 5, 33))),

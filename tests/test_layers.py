@@ -223,7 +223,7 @@ def test_what_joining_needs(gpu, limits):
 
 
 def test_layers_share_no_line_of_memory(join_gpu, tmp_path):
-    """A line that was read with one layer's values may stay in a workgroup's cache, and be read with the next one's: 256
+    """A line that was read with one layer's values may stay in a workgroup's cache, and be read for the next one's: 256
     bytes that nobody writes, and nobody reads, are between them and around all."""
     model = load(join_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
     want, layers = logits_after(model, [3]), SHAPE["layers"]

@@ -118,7 +118,14 @@ def test_layout_is_as_documented(kind):
     assert (packed.form, packed.n, packed.k, packed.group) == (fmt.form, 3, k, fmt.group)
     assert packed.words.shape == ((3, k // 2) if fmt.form == "q4" else (3, k))
     assert packed.words.dtype == (np.uint8 if fmt.form == "q4" else np.int8)
-    assert packed.scales.shape == (3, k // fmt.group, fmt.width) and packed.scales.dtype == fmt.dtype
+    if kind.endswith(("_K", "_XS")):
+        records = 4 + 256 // fmt.group * fmt.width
+        assert packed.scales.shape == (3, k // 256, records) and records % 4 == 0  # a kernel reads whole words
+        assert packed.scales.dtype == (np.uint8 if packed.pair else np.int8)
+    else:
+        assert packed.scales.shape == (3, k // 32, fmt.width) and packed.scales.dtype == np.float16
+    plain = rp.plain_scales(packed)
+    assert plain.shape == (3, k // fmt.group, fmt.width) and packed.pair == (fmt.width == 2)
     assert packed.words.flags.c_contiguous and packed.scales.flags.c_contiguous
 
 

@@ -85,7 +85,7 @@ fn load(b0: u32, row0: u32, token0: u32, index: u32) -> Turn {  // past the last
   for (var i = 0u; i < W_SCALE_ROUNDS; i++) {
     let n = index + i * WORKGROUP;
     let k = min(b0 * 32u + n / TILE_N * SPAN, K - 1u);
-    turn.w_scale[i] = scale_at(min(row0 + n % TILE_N, N - 1u) * (K / GROUP) + k / GROUP);
+    turn.w_scale[i] = scale_at(min(row0 + n % TILE_N, N - 1u), k / GROUP);
   }
   return turn;
 }

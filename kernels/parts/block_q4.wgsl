@@ -18,8 +18,8 @@ fn dot_block(row0: u32, row1: u32, b: u32) -> vec2<f32> {
   let x6 = x[8u * b + 6u]; let x7 = x[8u * b + 7u];
   let p = w[row0 * (K / 32u) + b];
   let q = w[row1 * (K / 32u) + b];
-  let s0 = scale_at(row0 * (K / GROUP) + b * 32u / GROUP);
-  let s1 = scale_at(row1 * (K / GROUP) + b * 32u / GROUP);
+  let s0 = scale_at(row0, b * 32u / GROUP);
+  let s1 = scale_at(row1, b * 32u / GROUP);
   var sum = vec2<f32>(
     s0.x * (dot8(p.x, x0, x1) + dot8(p.y, x2, x3) + dot8(p.z, x4, x5) + dot8(p.w, x6, x7)),
     s1.x * (dot8(q.x, x0, x1) + dot8(q.y, x2, x3) + dot8(q.z, x4, x5) + dot8(q.w, x6, x7)));

@@ -20,11 +20,11 @@ fn dot_block(row0: u32, row1: u32, b: u32) -> vec2<f32> {
   let o1 = w[2u * (row1 * (K / 32u) + b) + 1u];
   let low = vec2<f32>(dot8(e0.x, o0.x, x0, x1) + dot8(e0.y, o0.y, x2, x3), dot8(e1.x, o1.x, x0, x1) + dot8(e1.y, o1.y, x2, x3));
   let high = vec2<f32>(dot8(e0.z, o0.z, x4, x5) + dot8(e0.w, o0.w, x6, x7), dot8(e1.z, o1.z, x4, x5) + dot8(e1.w, o1.w, x6, x7));
-  let s0 = scale_at(row0 * (K / GROUP) + b * 32u / GROUP);
-  let s1 = scale_at(row1 * (K / GROUP) + b * 32u / GROUP);
+  let s0 = scale_at(row0, b * 32u / GROUP);
+  let s1 = scale_at(row1, b * 32u / GROUP);
   if (GROUP == 16u) {
-    let t0 = scale_at(row0 * (K / 16u) + 2u * b + 1u);
-    let t1 = scale_at(row1 * (K / 16u) + 2u * b + 1u);
+    let t0 = scale_at(row0, 2u * b + 1u);
+    let t1 = scale_at(row1, 2u * b + 1u);
     return vec2<f32>(s0.x, s1.x) * low + vec2<f32>(t0.x, t1.x) * high;
   }
   var sum = vec2<f32>(s0.x, s1.x) * (low + high);

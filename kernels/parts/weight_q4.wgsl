@@ -8,12 +8,12 @@ const ZERO: f32 = select(8.0, 0.0, PAIR);
 fn weight(n: u32, k: u32) -> f32 {
   let byte = n * (K / 2u) + k / 2u;
   let nibble = (w[byte >> 2u] >> (8u * (byte & 3u) + 4u * (k & 1u))) & 15u;
-  let s = scale_at(n * (K / GROUP) + k / GROUP);
+  let s = scale_at(n, k / GROUP);
   return (f32(nibble) - ZERO) * s.x + s.y;
 }
 fn weight8(n: u32, k8: u32) -> mat2x4<f32> {
   let word = w[n * (K / 8u) + k8];
-  let s = scale_at(n * (K / GROUP) + k8 * 8u / GROUP);
+  let s = scale_at(n, k8 * 8u / GROUP);
   let even = (vec4<f32>(unpack4xU8(word & 0x0F0F0F0Fu)) - ZERO) * s.x + s.y;
   let odd = (vec4<f32>(unpack4xU8((word >> 4u) & 0x0F0F0F0Fu)) - ZERO) * s.x + s.y;
   return mat2x4<f32>(even.x, odd.x, even.y, odd.y, even.z, odd.z, even.w, odd.w);

@@ -6,7 +6,7 @@ fn weight8(n: u32, k8: u32) -> mat2x4<f32> {
   let row = n * (3u * K / 16u);
   let q = w[row + k8];
   let h = row + K / 8u + k8 / 4u * 2u;
-  let s = scale_at(n * (K / GROUP) + k8 * 8u / GROUP).x;
+  let s = scale_at(n, k8 * 8u / GROUP).x;
   let shift = 2u * (k8 % 4u);
   let even = (q & 0x0F0F0F0Fu) | (((w[h] >> shift) & 0x03030303u) << 4u);
   let odd = ((q >> 4u) & 0x0F0F0F0Fu) | (((w[h + 1u] >> shift) & 0x03030303u) << 4u);

@@ -4,8 +4,6 @@ import os
 from dataclasses import dataclass
 from math import prod
 
-import numpy as np
-
 from llamagpu.engine.layers import handed_on, layer_stride
 from llamagpu.engine.weights import joinable
 from llamagpu.errors import DoesNotFit, LlamaGpuError
@@ -100,7 +98,7 @@ def plan_memory(
         scratch += c.layers * sum(map(layer_stride, handed_on(c)))
     cache = 2 * c.layers * cache_layer
     six = not gpu.caps.cpu
-    weights = sum(tile_bytes(t) if tiled else tensor_bytes(t, gpu.caps.half, fast, six) for t in tensors.values())
+    weights = sum(tile_bytes(t) if tiled else tensor_bytes(t, gpu.caps.half, six) for t in tensors.values())
     return MemoryPlan(weights, cache, scratch, context, cache // context + 4 * c.rope_dims, cache_layer)
 
 
@@ -112,14 +110,13 @@ def tile_bytes(tensor: RawTensor) -> int:
     return n * (row_bytes(tensor.kind, k)[0] + k // form.group * 8)
 
 
-def tensor_bytes(tensor: RawTensor, half: bool, fast: bool, six: bool) -> int:
-    """As load_weights stores it: scales as f16 where the device converts it, and they are f16 or `fast` rounds them;
-    with `six`, Q6_K in 6 bits."""
+def tensor_bytes(tensor: RawTensor, half: bool, six: bool) -> int:
+    """As load_weights stores it: scales as f32 where the device cannot convert f16; with `six`, Q6_K in 6 bits."""
     if len(tensor.shape) < 2:
         return 4 * tensor.shape[0]
     (n, k), form = tensor.shape, FORMATS.get(tensor.kind)
     words, scales = row_bytes(tensor.kind, k)
     if form:
-        scales = k // form.group * form.width * (2 if half and (fast or form.dtype is np.float16) else 4)
+        scales = scales if half else k // form.group * form.width * 4
         words = 3 * k // 4 if six and form.form == "q8" and form.group == 16 and k % 64 == 0 else words
     return n * (words + scales)

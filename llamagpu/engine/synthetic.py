@@ -12,7 +12,7 @@ from llamagpu.engine.tiled import upload_tiles
 from llamagpu.engine.weights import Layer, Matrix, Part, Weights, joinable
 from llamagpu.errors import LlamaGpuError
 from llamagpu.files.config import LlamaConfig
-from llamagpu.files.repack import FORMATS, Packed
+from llamagpu.files.repack import FORMATS, Packed, row_bytes
 from llamagpu.files.tiles import ROWS, tile
 from llamagpu.gpu import routes
 from llamagpu.gpu.device import Gpu
@@ -56,6 +56,7 @@ MIXES = {
     "f16": ("F16", "F16", "F16"),
 }
 SMALL_SCALE = 0.004  # keeps activations of random weights finite
+SMALL_STEPS = 0x0D0D0D0D  # about the same: a step of 0.00031 as f16, 13 of them as int8
 
 
 def parse(spec: str) -> tuple[str, str]:
@@ -152,7 +153,7 @@ def random_tiles(gpu: Gpu, kind: str, n: int, k: int, row0: int, label: str) -> 
             packed.append(Packed("f16", rows, k, k, np.full((rows, k + k % 2), 0.0039, np.float16), None))
             continue
         words = rng.integers(0, 256, (rows, k // 2 if known.form == "q4" else k), np.uint8)
-        scales = np.full((rows, k // known.group, known.width), SMALL_SCALE, known.dtype)
+        scales = np.full((rows, k // known.group, known.width), SMALL_SCALE, np.float16)
         words = words if known.form == "q4" else words.view(np.int8)
         packed.append(Packed(known.form, rows, k, known.group, words, scales))
     parts = upload_tiles(gpu, map(tile, packed), label).parts
@@ -177,20 +178,21 @@ def random_parts(
     """Rows of one type as `load_weights` would store them for precision fast."""
     known = FORMATS.get(kind)
     form, group, width = form_of(kind, gpu), known.group if known else k, known.width if known else 0
-    row_bytes = k * row_bits(kind, gpu) // 8
-    most = gpu.caps.binding_bytes // row_bytes // 2 * 2
+    word_bytes = k * row_bits(kind, gpu) // 8
+    most = gpu.caps.binding_bytes // word_bytes // 2 * 2
     parts = []
     for start in range(0, n, most):
         rows = min(most, n - start)
         value = 0x1C001C00 if form == "f16" else 0  # f16: 0.0039 each
-        words = filled(gpu, recorder, rows * row_bytes, value, label, room)
-        scales, scale_f32 = None, not gpu.caps.half
-        if width:
+        words = filled(gpu, recorder, rows * word_bytes, value, label, room)
+        scales, bits = None, 0
+        if known:
+            bits = 32 if not gpu.caps.half else 8 if known.steps else 16
             half = int(np.float16(SMALL_SCALE).view(np.uint16))
-            value = int(np.float32(SMALL_SCALE).view(np.uint32)) if scale_f32 else half | half << 16
-            size = rows * (k // group) * width * (4 if scale_f32 else 2)
+            value = {32: int(np.float32(SMALL_SCALE).view(np.uint32)), 16: half | half << 16, 8: SMALL_STEPS}[bits]
+            size = rows * (row_bytes(kind, k)[1] if bits < 32 else k // group * width * 4)
             scales = filled(gpu, recorder, size, value, f"{label}.scales", room)
-        parts.append(Part(row0 + start, rows, k, group, form, width == 2, scale_f32, words, scales))
+        parts.append(Part(row0 + start, rows, k, group, form, width == 2, bits, words, scales))
     return parts
 
 

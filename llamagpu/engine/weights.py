@@ -21,6 +21,7 @@ from llamagpu.files.repack import (
     Packed,
     concat,
     interleave,
+    plain_scales,
     repack,
     rope_rows,
     row_bytes,
@@ -48,7 +49,7 @@ class Part:
     group: int
     form: str  # "q4" | "q6" | "q8" | "f16"
     pair: bool  # each scale is followed by an offset
-    scale_f32: bool
+    scale_bits: int  # f32, f16, or 8: multiples of a step (see repack.Packed); 0 without scales
     words: Any
     scales: Any  # None for f16
 
@@ -60,7 +61,7 @@ class Part:
         """What the weight parts of a kernel need to know."""
         if self.form == "f16":
             return {"K": self.k}
-        return {"K": self.k, "GROUP": self.group, "PAIR": self.pair, "SCALE_F32": self.scale_f32}
+        return {"K": self.k, "GROUP": self.group, "PAIR": self.pair, "SCALE_BITS": self.scale_bits}
 
     @property
     def buffers(self) -> dict[str, Any]:
@@ -132,8 +133,8 @@ def upload_part(
 ) -> Part:
     upload, scales = upload or gpu.upload, packed.scales
     if scales is not None and not gpu.caps.half:
-        scales = scales.astype(np.float32)  # decoding f16 by hand would cost more than the bytes
-    elif scales is not None and fast:
+        scales = plain_scales(packed).astype(np.float32)  # decoding f16 by hand would cost more than the bytes
+    elif scales is not None and fast and scales.dtype == np.float32:
         scales = scales.astype(np.float16)  # a rounding of 2^-11, far below that of int8 activations
     return Part(
         row0=row0,
@@ -141,8 +142,8 @@ def upload_part(
         k=packed.k,
         group=packed.group,
         form=packed.form,
-        pair=scales is not None and scales.shape[2] == 2,
-        scale_f32=scales is not None and scales.dtype == np.float32,
+        pair=packed.pair,
+        scale_bits=0 if scales is None else 8 * scales.itemsize,
         words=upload(split_planes(packed.words) if packed.form == "q8" else packed.words, label),
         scales=None if scales is None else upload(scales, f"{label}.scales"),
     )
@@ -183,7 +184,7 @@ def split_planes(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def load_weights(
     tensors: Tensors, config: LlamaConfig, gpu: Gpu, progress: Progress | None = None, fast: bool = False
 ) -> Weights:
-    """Everything on the device; `fast` keeps all scales as f16."""
+    """Everything on the device; `fast` rounds f32 scales to f16."""
     jobs = list(matrix_jobs(tensors, config, repack if gpu.caps.cpu else repack_small))
     shelves = Shelves(gpu, alike(tensors, config, gpu) if joinable(config, gpu, fast) else ())
     done: dict[str, Any] = {}

@@ -116,15 +116,19 @@ class PackedFile:
             raise self._bad(label)
         if form == "f16":
             return Packed(form, n, k, k, words, None)
-        scales = self._array(f"{label}.scales", 3, "F16", "F32")
-        groups = scales.shape[1]
-        if scales.shape[0] != n or scales.shape[2] > 2 or k % groups or k // groups not in (16, 32):
+        scales = self._array(f"{label}.scales", 3, "F16", "F32", "I8", "U8")
+        (_, groups, size), records = scales.shape, scales.itemsize == 1
+        width = 1 + (scales.dtype == np.uint8) if records else size
+        group = 256 * width // max(1, size - 4) if records else k // groups
+        if group not in (16, 32) or width > 2 or (form == "q6" and (group, width) != (16, 1)):
             raise self._bad(f"{label}.scales")
-        if form == "q6" and scales.shape[1:] != (k // 16, 1):
+        shape = (n, k // 256, 4 + 256 // group * width) if records else (n, k // group, width)
+        if scales.shape != shape or k % (256 if records else group):
             raise self._bad(f"{label}.scales")
-        if not np.isfinite(scales).all():
+        floats = np.ascontiguousarray(scales[..., :4]).view(np.float16) if records else scales
+        if not np.isfinite(floats).all():
             raise BadFile(f"{self.path}: {label}.scales holds NaN or infinity", AGAIN)
-        return Packed(form, n, k, k // groups, words, scales)
+        return Packed(form, n, k, group, words, scales)
 
     def contents(self) -> Iterator[tuple[str, NDArray[np.uint8]]]:
         for a in self.arrays.values():

@@ -28,7 +28,14 @@ class Packed:
     group: int  # weights that share one scale; k for f16
     words: np.ndarray  # q4: [n, k/2] u8, byte j = k 2j (low nibble), 2j+1 (high); q8: [n, k] i8;
     #                    f16: [n, k + k%2] f16, an odd k padded by a 0
-    scales: np.ndarray | None  # [n, k/group, 1 or 2] f16 or f32: scale (, offset); None for f16
+    scales: np.ndarray | None  # [n, k/group, 1 or 2] f16 or f32: scale (, offset); None for f16; or, of K-quants,
+    #                            [n, k/256, bytes] records: 2 f16, steps of scales and of offsets, then the multiples
+    #                            of them as int8; the array is i8 where there are no offsets, else u8
+
+    @property
+    def pair(self) -> bool:
+        """Whether an offset follows each scale."""
+        return self.scales is not None and (self.scales.dtype == np.uint8 or self.scales.shape[2] == 2)
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -76,10 +83,20 @@ def _copy_scales(halves: np.ndarray, scales: np.ndarray) -> None:
     _copy(scales.view(np.uint8)[:, 0], halves)
 
 
-def _multiply_scales(d: np.ndarray, factors: np.ndarray, to: np.ndarray, sign: int = 1) -> None:
-    """d [b, 2] bytes of f16, factors [b, g] ints -> their f32 product. A minimum is an offset with the other
-    sign: x - d * m = x + (-d) * m, bit for bit."""
-    np.multiply(_gather(d).view(np.float16).astype(np.float32) * sign, factors.astype(np.float32), out=to)
+def _keep_steps(d: np.ndarray, factors: np.ndarray, records: np.ndarray) -> None:
+    """d [b, 2] bytes of f16, factors [b, groups] -> records of scales alone."""
+    raw = records.view(np.uint8)
+    _copy(raw[:, :2], d)
+    raw[:, 2:4] = 0
+    _copy(raw[:, 4:], factors.view(np.uint8))
+
+
+def _keep_pairs(d: np.ndarray, factors: np.ndarray, dmin: np.ndarray, minima: np.ndarray, records: np.ndarray) -> None:
+    """A minimum is an offset with the other sign: x - d * m = x + (-d) * m, bit for bit."""
+    _copy(records[:, :2], d)
+    _copy(records[:, 2:4], dmin)
+    records[:, 3] ^= 0x80
+    records[:, 4::2], records[:, 5::2] = factors, minima
 
 
 def _scales_and_minima(blocks: np.ndarray, scales: np.ndarray) -> None:
@@ -88,12 +105,11 @@ def _scales_and_minima(blocks: np.ndarray, scales: np.ndarray) -> None:
     s, m, rest = (_gather(blocks[:, i : i + 4]).view(np.uint32) for i in (4, 8, 12))  # 4 at a time
     scale = np.hstack([s & 0x3F3F3F3F, rest & 0x0F0F0F0F | s >> 2 & 0x30303030])
     minimum = np.hstack([m & 0x3F3F3F3F, rest >> 4 & 0x0F0F0F0F | m >> 2 & 0x30303030])
-    _multiply_scales(blocks[:, :2], scale.view(np.uint8), scales[..., 0])
-    _multiply_scales(blocks[:, 2:4], minimum.view(np.uint8), scales[..., 1], sign=-1)
+    _keep_pairs(blocks[:, :2], scale.view(np.uint8), blocks[:, 2:4], minimum.view(np.uint8), scales)
 
 
-# A packer per GGUF type: blocks [b, bytes] u8, a view of the file -> words [b, bytes] u8, scales
-# [b, groups, 1 or 2]. Comments name a block's parts in order with their bytes; "+ 8": stored with 8 added.
+# A packer per GGUF type: blocks [b, bytes] u8, a view of the file -> words [b, bytes] u8, scales [b, groups, 1 or 2]
+# or records [b, bytes]. Comments name a block's parts in order with their bytes; "+ 8": stored with 8 added.
 
 
 def _q4(blocks: np.ndarray, words: np.ndarray, scales: np.ndarray) -> None:
@@ -122,8 +138,7 @@ def _q8(blocks: np.ndarray, words: np.ndarray, scales: np.ndarray) -> None:
 def _q2_k(blocks: np.ndarray, words: np.ndarray, scales: np.ndarray) -> None:
     # 16: scale (low nibble), minimum (high) of 16 weights | qs 64: 2 x 32, 4 planes of 2 bits | d, dmin f16
     factors = _gather(blocks[:, :16])
-    _multiply_scales(blocks[:, 80:82], factors & 0x0F, scales[..., 0])
-    _multiply_scales(blocks[:, 82:], factors >> 4, scales[..., 1], sign=-1)
+    _keep_pairs(blocks[:, 80:82], factors & 0x0F, blocks[:, 82:], factors >> 4, scales)
     out = words.reshape(-1, 4, 16)
     for s, plane in enumerate(_pair_planes(_gather(blocks[:, 16:80]).reshape(-1, 32))):
         _copy(out[:, s], plane)
@@ -135,7 +150,7 @@ def _q3_k(blocks: np.ndarray, words: np.ndarray, scales: np.ndarray) -> None:
     s0, s1, rest = (_gather(blocks[:, i : i + 4]).view(np.uint32) for i in (96, 100, 104))  # 4 at a time
     low = np.hstack([s0, s1, s0 >> 4, s1 >> 4]) & 0x0F0F0F0F
     high = np.hstack([rest << 4, rest << 2, rest, rest >> 2]) & 0x30303030
-    _multiply_scales(blocks[:, 108:], ((low | high).view(np.uint8) - 32).view(np.int8), scales[..., 0])
+    _keep_steps(blocks[:, 108:], (low | high).view(np.uint8) - 32, scales)
     mask, out = _gather(blocks[:, :32]), words.reshape(-1, 2, 4, 16)
     for h, bits in enumerate([_pair(mask & 0x0F), _pair(mask >> 4)]):
         for s, plane in enumerate(_pair_planes(_gather(blocks[:, 32 + 32 * h : 64 + 32 * h]))):
@@ -161,7 +176,7 @@ def _q5_k(blocks: np.ndarray, words: np.ndarray, scales: np.ndarray) -> None:
 def _q6_k(blocks: np.ndarray, words: np.ndarray, scales: np.ndarray) -> None:
     # ql 128: 2 x 64, byte j = low bits of weight j (low nibble), j + 64 (high) | qh 64: high 2 bits in Q2_K's
     # order; + 32 | 16 int8 scales | d f16
-    _multiply_scales(blocks[:, 208:], _gather(blocks[:, 192:208]).view(np.int8), scales[..., 0])
+    _keep_steps(blocks[:, 208:], _gather(blocks[:, 192:208]), scales)
     low, high = _gather(blocks[:, :128]).reshape(-1, 64), _gather(blocks[:, 128:192]).reshape(-1, 32)
     a, b, out = _gather(low[:, :32]), _gather(low[:, 32:]), words.reshape(-1, 4, 32)
     _copy(out[:, 0], (a & 0x0F | high << 4 & 0x30) - 32)
@@ -192,7 +207,7 @@ def _iq4_xs(blocks: np.ndarray, words: np.ndarray, scales: np.ndarray) -> None:
     # d f16 | u16: bits 2i, 2i+1 = top of scale i | 4: nibble i = its low 4 bits; + 32 | qs 128: 8 x IQ4_NL
     high = _gather(blocks[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = _gather(blocks[:, 4:8]).view(np.uint32) >> np.arange(0, 32, 4, dtype=np.uint32) & 0x0F
-    _multiply_scales(blocks[:, :2], (low | high << 4).astype(np.int8) - 32, scales[..., 0])
+    _keep_steps(blocks[:, :2], (low | high << 4).astype(np.int8) - 32, scales)
     _look_up(_gather(blocks[:, 8:]).reshape(-1, 16), words)
 
 
@@ -203,23 +218,33 @@ class Format:
     form: str
     group: int
     width: int  # per group: 1 a scale, 2 a scale and an offset
-    dtype: type[np.float16] | type[np.float32]
     pack: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+    steps: bool = False  # its scales are multiples of a step, 256 weights sharing one
+
+    @property
+    def dtype(self) -> type[np.generic]:
+        """Of the scales."""
+        return (np.int8 if self.width == 1 else np.uint8) if self.steps else np.float16
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Of a block's scales."""
+        return (4 + 256 // self.group * self.width,) if self.steps else (1, self.width)
 
 
 FORMATS = {
-    "Q4_0": Format("q4", 32, 1, np.float16, _q4),
-    "Q4_1": Format("q4", 32, 2, np.float16, _q4),
-    "Q4_K": Format("q4", 32, 2, np.float32, _q4_k),
-    "Q2_K": Format("q4", 16, 2, np.float32, _q2_k),
-    "Q3_K": Format("q4", 16, 1, np.float32, _q3_k),
-    "Q5_0": Format("q8", 32, 1, np.float16, _q5),
-    "Q5_1": Format("q8", 32, 2, np.float16, _q5),
-    "Q5_K": Format("q8", 32, 2, np.float32, _q5_k),
-    "Q6_K": Format("q8", 16, 1, np.float32, _q6_k),
-    "Q8_0": Format("q8", 32, 1, np.float16, _q8),
-    "IQ4_NL": Format("q8", 32, 1, np.float16, _iq4_nl),
-    "IQ4_XS": Format("q8", 32, 1, np.float32, _iq4_xs),
+    "Q4_0": Format("q4", 32, 1, _q4),
+    "Q4_1": Format("q4", 32, 2, _q4),
+    "Q4_K": Format("q4", 32, 2, _q4_k, steps=True),
+    "Q2_K": Format("q4", 16, 2, _q2_k, steps=True),
+    "Q3_K": Format("q4", 16, 1, _q3_k, steps=True),
+    "Q5_0": Format("q8", 32, 1, _q5),
+    "Q5_1": Format("q8", 32, 2, _q5),
+    "Q5_K": Format("q8", 32, 2, _q5_k, steps=True),
+    "Q6_K": Format("q8", 16, 1, _q6_k, steps=True),
+    "Q8_0": Format("q8", 32, 1, _q8),
+    "IQ4_NL": Format("q8", 32, 1, _iq4_nl),
+    "IQ4_XS": Format("q8", 32, 1, _iq4_xs, steps=True),
 }
 FLOATS = {"F16": np.float16, "BF16": np.uint16, "F32": np.float32}  # BF16 is the upper half of an f32
 
@@ -233,19 +258,19 @@ def repack(tensor: RawTensor, threads: int = 1) -> Packed:
     weights, size = BLOCKS[tensor.kind]
     blocks = tensor.data.reshape(-1, size)
     words = np.empty((len(blocks), weights // 2 if fmt.form == "q4" else weights), np.uint8)
-    scales = np.empty((len(blocks), weights // fmt.group, fmt.width), fmt.dtype)
+    scales = np.empty((len(blocks), *fmt.scale_shape), fmt.dtype)
 
     def step(start: int, stop: int) -> None:
         fmt.pack(blocks[start:stop], words[start:stop], scales[start:stop])
-        # d is NaN or infinite exactly when its products are, so it is enough to look at the result
-        finite = np.isfinite(scales[start:stop])
+        floats = _gather(scales[start:stop, :4].view(np.uint8)) if fmt.steps else scales[start:stop]
+        finite = np.isfinite(floats.view(np.float16))
         if not finite.all():
-            block = start + int(np.argmin(finite.all(axis=(1, 2))))
+            block = start + int(np.argmin(finite.reshape(stop - start, -1).all(axis=1)))
             raise _damaged(tensor, f"the scale of block {block}")
 
     _in_steps(step, len(blocks), STEP_BYTES // size, threads)
     rows = words.reshape(n, -1).view(np.uint8 if fmt.form == "q4" else np.int8)
-    return Packed(fmt.form, n, k, fmt.group, rows, scales.reshape(n, -1, fmt.width))
+    return Packed(fmt.form, n, k, fmt.group, rows, scales.reshape(n, -1, fmt.scale_shape[-1]))
 
 
 def _repack_floats(tensor: RawTensor, n: int, k: int, threads: int) -> Packed:
@@ -326,18 +351,31 @@ def row_bytes(kind: str, k: int) -> tuple[int, int]:
     if kind in FLOATS:
         return 2 * (k + k % 2), 0
     fmt = FORMATS[kind]
-    return k // 2 if fmt.form == "q4" else k, k // fmt.group * fmt.width * np.dtype(fmt.dtype).itemsize
+    scales = k // 256 * prod(fmt.scale_shape) if fmt.steps else k // fmt.group * fmt.width * 2
+    return k // 2 if fmt.form == "q4" else k, scales
 
 
 def packed_bytes(kind: str, n: int, k: int) -> int:
     return n * sum(row_bytes(kind, k))
 
 
+def plain_scales(packed: Packed) -> np.ndarray:
+    """[n, k/group, 1 or 2] f16 or f32: scale (, offset). A step of 11 bits times an int8 is exact in f32."""
+    records = packed.scales
+    assert records is not None  # f16 has none
+    if records.itemsize > 1:
+        return records
+    width = 2 if packed.pair else 1
+    steps = np.ascontiguousarray(records[..., :4]).view(np.float16)[..., None, :width].astype(np.float32)
+    factors = records[..., 4:].view(np.int8).reshape(*steps.shape[:2], -1, width)
+    return (factors * steps).reshape(packed.n, -1, width)
+
+
 def dequantize(packed: Packed) -> np.ndarray:
     """[n, k] f64, computed as ggml does: an f32 product, then an f32 sum."""
     if packed.scales is None:
         return packed.words[:, : packed.k].astype(np.float64)
-    scales = packed.scales.astype(np.float32)
+    scales = plain_scales(packed).astype(np.float32)
     ints = packed.words
     if packed.form == "q4":
         ints = np.stack([ints & 0x0F, ints >> 4], axis=-1).view(np.int8) - 8 * (scales.shape[2] == 1)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llamagpu.files.repack import Packed
+from llamagpu.files.repack import Packed, plain_scales
 
 ROWS = 8  # of a tile: one row of the image
 STRIDE = 32  # the most k that a kernel takes in one turn
@@ -19,8 +19,8 @@ def tile(packed: Packed) -> Packed:
         texels = values.view(np.uint32).reshape(n, ROWS, -1, 2, 4).swapaxes(1, 2).reshape(n, -1, 4)
         return Packed("tile_f32", packed.n, k, packed.group, texels, None)
     scales = np.zeros((n * ROWS, k // packed.group, 2), np.float32)
-    scales[: packed.n, :, : packed.scales.shape[2]] = packed.scales
-    zero = 128 if packed.form == "q8" else 8 if packed.scales.shape[2] == 1 else 0
+    scales[: packed.n, :, : 1 + packed.pair] = plain_scales(packed)
+    zero = 128 if packed.form == "q8" else 0 if packed.pair else 8
     scales[..., 1] -= zero * scales[..., 0]
     if packed.form == "q8":
         words = words.view(np.uint8) ^ 0x80

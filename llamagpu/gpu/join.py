@@ -16,6 +16,7 @@ NAMES = re.compile(r"^(?:const|fn|struct|alias|var<private>|var<workgroup>) (\w+
 BOUND = re.compile(r"^@group\(0\) @binding\(\d+\) var<([^>]+)> (\w+): ([^;]+);.*$", re.M)
 SHARED = re.compile(r"^var<workgroup> (\w+): array<(.+), ([^,]+)>;.*$", re.M)
 ENTRY = re.compile(r"^@compute @workgroup_size\(WORKGROUP\)\nfn main\((.*?)\) \{", re.M | re.S)
+STRUCT = re.compile(r"^struct \w+ \{(.*)\}", re.M)
 GIVEN = {"workgroup_id": "at", "num_workgroups": "grid", "local_invocation_index": "index"}
 
 
@@ -63,6 +64,8 @@ def join(
         text = text.replace(entry[0], "fn main(" + re.sub(r"@builtin\(\w+\) ", "", entry[1]) + ") {")
         text += call(f"main({given});", stage, workgroups, waits="wait(" in text)
         new["stage"] = f"stage_{number}"
+        fields = {name for body in STRUCT.findall(text) for name in re.findall(r"(\w+):", body)}
+        assert not fields & set(new), f"fields that are called like something else: {fields & set(new)}"
         names = re.compile(rf"(?<![\w.])({'|'.join(new)})\b")
         texts.append(names.sub(lambda found, new=new: new[found[1]], text))  # type: ignore[misc]
         after = "arrive(index)" if stage.last else "workgroupBarrier()"

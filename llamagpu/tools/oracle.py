@@ -62,11 +62,11 @@ class Weight:
     k: int
     group: int = 32
     pair: bool = False
-    scale: str = "f2"
+    scale: str = "f2"  # or "f4"; or "i1", multiples of a step as K-quants have them
 
     @property
     def name(self) -> str:
-        group = "" if self.form == "f16" else f"/{self.group}{'+' * self.pair}"
+        group = "" if self.form == "f16" else f"/{self.group}{'+' * self.pair}{' by 256' * (self.scale == 'i1')}"
         return f"{self.form}{group} {self.n}x{self.k}"
 
     def shape(self, m: int, inputs: str = "f32", out: str = "out_store") -> Linear:
@@ -86,11 +86,20 @@ class Weight:
         else:
             most = 32 if self.form == "q6" else 128
             words = rng.integers(-most, most, (n, k), np.int8)
-        return Packed("q4" if self.form == "q4" else "q8", n, k, self.group, words, scales.astype(self.scale))
+        made = step_records(rng, n, k, self.group, self.pair) if self.scale == "i1" else scales.astype(self.scale)
+        return Packed("q4" if self.form == "q4" else "q8", n, k, self.group, words, made)
 
     def upload(self, gpu: Gpu, row0: int = 0) -> tuple[Part, Packed]:
         packed = self.packed()
         return upload_part(gpu, to_q6(packed) if self.form == "q6" else packed, row0, self.name), packed
+
+
+def step_records(rng: np.random.Generator, n: int, k: int, group: int, pair: bool) -> Array:
+    """Scales of K-quants (see repack.Packed): any multiples of random steps."""
+    made = rng.integers(0, 256, (n, k // 256, 4 + 256 // group * (1 + pair)), np.uint8)
+    steps = rng.standard_normal((n, k // 256, 2)) * (1e-4, 1e-3 * pair)
+    made[..., :4] = steps.astype(np.float16).view(np.uint8)
+    return made if pair else made.view(np.int8)
 
 
 def rows_of(packed: Packed, rows: Array) -> Array:

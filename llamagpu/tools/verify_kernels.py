@@ -30,8 +30,8 @@ def kernel_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
 
 PLAIN = Weight("q4", 71, 576)
 FORMS = (
-    Weight("q8", 71, 576), Weight("f16", 71, 576), Weight("q6", 71, 576, 16, scale="f4"),
-    Weight("q4", 66, 256, 32, pair=True, scale="f4"), Weight("q4", 9, 36, 12, pair=True),
+    Weight("q8", 71, 576), Weight("f16", 71, 576), Weight("q6", 71, 2304, 16, scale="i1"),
+    Weight("q4", 66, 256, 32, pair=True, scale="i1"), Weight("q4", 9, 36, 12, pair=True),
     Weight("f16", 5, 129),
 )  # fmt: skip
 LEAST_K = {"f32": 1, "i8": 32, "norm": 576, "merge": 576}
@@ -74,7 +74,7 @@ def distinct(table: Iterable[Route]) -> Iterable[Route]:
 def stage_cases(gpu: Gpu) -> Iterator[Case]:
     """linear_turns by itself, where it has too few workgroups for its rows."""
     for inputs in ("norm", "merge") if gpu.caps.subgroup else ():
-        route = routes.joined_linear(PLAIN.shape(1), routes.Crew(1, 128), gpu.caps)
+        route = routes.joined_linear(PLAIN.shape(1, inputs), routes.Crew(1, 128), gpu.caps)
         few = replace(route, grid=lambda *_: (3, 1, 1))
         yield Case(route.kernel, f"{PLAIN.name}, {inputs} x", partial(linear, gpu, few, PLAIN, inputs, 1), REQUANTISED)
 
