@@ -69,7 +69,7 @@ def bench(
     n_pg: Annotated[Names, typer.Option("-pg", help="PP,TG: a prompt and then generated tokens.")] = None,
     n_depth: Annotated[Names, typer.Option("-d", "--n-depth", help="Tokens in the cache before [0].")] = None,
     batch: Annotated[Names, typer.Option("-b", "--batch-size", help="At most at once [2048].")] = None,
-    ubatch: Annotated[Names, typer.Option("-ub", "--ubatch-size", help="Prompt tokens a step [1024, CPU 512].")] = None,
+    ubatch: Annotated[Names, typer.Option("-ub", "--ubatch-size", help="Prompt tokens a step [1024 or 512].")] = None,
     type_k: Annotated[Names, typer.Option("-ctk", "--cache-type-k", help="f16 or f32.")] = None,
     type_v: Annotated[Names, typer.Option("-ctv", "--cache-type-v", help="The same as -ctk.")] = None,
     flash_attn: Annotated[str, typer.Option("-fa", "--flash-attn", help="Always on here.")] = "",

@@ -64,7 +64,7 @@ SystemOption = Annotated[
     str | None, option("-sys", "--system", "--system-prompt", help="System message for the chat template.")
 ]
 UbatchOption = Annotated[
-    int | None, option("-ub", "--ubatch-size", min=1, help="Prompt tokens per step [GPU 1024, CPU 512].")
+    int | None, option("-ub", "--ubatch-size", min=1, help="Prompt tokens per step [GPU 1024, CPU and high 512].")
 ]
 CacheOption = Annotated[
     CacheType | None, option("-ctk", "-ctv", "--cache-type", help="KV cache; the adapter's better one.")

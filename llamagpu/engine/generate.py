@@ -100,7 +100,7 @@ class Llama:
             self.gpu = device if isinstance(device, Gpu) else undo.enter_context(closing(Gpu.open(device)))
             self.fast = fast = use_fast(self.gpu, precision)
             times.device_s, started = lap(started)
-            self.chunk = min(chunk or routes.chunk(self.gpu.caps), self.limit)
+            self.chunk = min(chunk or routes.chunk(self.gpu.caps, fast), self.limit)
             tiles_do = suits_tiles(self.config, self.file.tensors, self.gpu)
             self.tiled = tiles_do and kv_type != "f16" and not fast
             most = routes.most_positions(self.config.head_dim, self.gpu.caps, self.tiled)

@@ -146,7 +146,7 @@ class JoinedLayers:
     def linear(self, x: Any, matrix: Matrix, out: ops.Out, inputs: str, made: ops.Made) -> list[Stage]:
         found = []
         for part in matrix.parts:
-            route = routes.joined_linear(part.shape(1), self.crew, self.gpu.caps)
+            route = routes.joined_linear(part.shape(1, inputs + self.exact), self.crew, self.gpu.caps)
             one = replace(matrix, parts=(part,))
             (d,) = ops.linear(self.gpu, x, one, 1, out, self.step, inputs + self.exact, (route,), made)
             found.append(Stage(d.source, d.buffers, d.grid, last=part is matrix.parts[-1]))

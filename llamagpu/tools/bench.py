@@ -146,10 +146,10 @@ def bench(
 ) -> Iterator[Row]:  # fmt: skip
     """A row per test of one model. `probe` gets the first transformer made, and the copy bandwidth."""
     with loss_named(), closing(Gpu.open(settings.device)) as gpu:
-        tests = [t if t.n_ubatch else replace(t, n_ubatch=routes.chunk(gpu.caps)) for t in tests]
+        fast = use_fast(gpu, settings.precision)
+        tests = [t if t.n_ubatch else replace(t, n_ubatch=routes.chunk(gpu.caps, fast)) for t in tests]
         copy = copy_bandwidth(gpu)
         gpu.peak_bytes = gpu.allocated_bytes
-        fast = use_fast(gpu, settings.precision)
         loaded = load(source, gpu, tests, progress, fast)
         for _, alike in groupby(tests, lambda t: (t.n_batch, t.n_ubatch, t.kv_type)):
             group = list(alike)
