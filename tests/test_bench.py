@@ -7,10 +7,11 @@ import re
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import ROOT, SHARED
+from conftest import ROOT, SHARED, open_gpu
 from gguf_builder import tiny_llama
 from measuring import measure  # noqa: F401
 
@@ -18,10 +19,13 @@ import llamagpu
 from llamagpu.tools.report import FIELDS, LLAMA_BENCH_FIELDS, OUR_FIELDS, SAMPLES
 
 pytest.importorskip("wgpu")
-from llamagpu.engine.synthetic import SHAPES, synthetic_config
+from llamagpu.engine.layers import matrices as matrices_of
+from llamagpu.engine.llama import Transformer
+from llamagpu.engine.synthetic import MIXES, SHAPES, synthetic_config, synthetic_weights
+from llamagpu.gpu.device import nbytes
 from llamagpu.gpu.timing import Span, Stamps, Stopwatch, busy_ns
 from llamagpu.tools import bench_tests, report
-from llamagpu.tools.bench import Settings, bench, between_tokens, short_count
+from llamagpu.tools.bench import Settings, bench, between_tokens, release, short_count
 from llamagpu.tools.bench_tests import BadValue, Test, make_tests, numbers
 from llamagpu.tools.kernel_bench import matrices
 
@@ -226,7 +230,41 @@ def test_synthetic_shapes_are_the_real_ones(name):
     assert s.layers * layer + s.vocab * s.dim * (1 if s.tied else 2) + s.dim == PARAMS[name]
 
 
+@pytest.mark.parametrize("quant", MIXES)
+@pytest.mark.parametrize("name", ["tiny", "smollm2", "qwen2.5-0.5b", "llama-3.2-1b"])
+def test_synthetic_weights_are_of_types_that_their_rows_can_have(gpu, name, quant):
+    """Rows are whole blocks, and all that a kernel reads is there."""
+    config = replace(synthetic_config(name), layers=2, vocab=512)
+    weights = synthetic_weights(gpu, config, quant)
+    for matrix in (weights.output, *(m for layer in weights.layers for m in matrices_of(layer))):
+        for part in matrix.parts:
+            words = part.n * part.k * {"q4": 4, "q6": 6, "q8": 8, "f16": 16}[part.form] // 8
+            values = part.n * part.k // part.group * (1 + part.pair)
+            scales = values * part.scale_bits // 8 + (part.n * part.k // 256 * 4 if part.scale_bits == 8 else 0)
+            assert nbytes(part.words) == words and (part.scales is None or nbytes(part.scales) == scales)
+            assert part.k % (256 if part.scale_bits == 8 else 32) == 0 and (part.scales is None) == (scales == 0)
+
+
+def test_a_model_is_given_back_whole(gpu, tmp_path):
+    """Caches are slices of buffers; and so is what joined layers hand on."""
+    for device in (gpu, open_gpu(LLAMAGPU_JOIN="1")):
+        config = synthetic_config("tiny")
+        weights = synthetic_weights(device, config, "q4_0")
+        before = device.allocated_bytes
+        model = Transformer(device, config, weights, None, 64, chunk=16)
+        assert device.allocated_bytes > before and (device is gpu or model.joined)
+        release(model)
+        assert device.allocated_bytes == before
+
+
 # The command
+
+
+def test_synthetic_models_in_both_precisions(measure):  # noqa: F811
+    for precision in ("fast", "high"):
+        flags = ("-p", "4", "-n", "2", "-r", "1", "-o", "json", "-q", "--precision", precision)
+        result = measure("bench", "--synthetic", "tiny", *flags)
+        assert result.code == 0 and len(result.json) == 2
 
 
 def test_pasted_llama_bench_flags(measure):  # noqa: F811

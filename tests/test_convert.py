@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,9 @@ from reference import Reference, assert_close
 from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
 from llamagpu.files.config import LlamaConfig
 from llamagpu.files.gguf_file import GgufFile
-from llamagpu.files.packed_file import PackedFile
+from llamagpu.files.packed_file import PackedFile, PackedWriter
 from llamagpu.files.quantise import quantise, weights_of
-from llamagpu.files.repack import repack
+from llamagpu.files.repack import plain_scales, repack
 from llamagpu.files.tokenizer import Tokenizer
 from llamagpu.tools.convert.convert import convert, open_source, plan
 
@@ -230,7 +231,7 @@ def test_damaged_packed_files(folder, tmp_path):
     with pytest.raises(BadFile, match=r"ffn_down\.0\.scales"):
         [job() for _, job in file.jobs(config)]
     for old, new in [
-        (b"llamagpu packed 1", b"llamagpu packed 9"), (b"blk.1.ffn_down.0.words", b"blk.1.ffn_dowm.0.words"),
+        (b"llamagpu packed 2", b"llamagpu packed 9"), (b"blk.1.ffn_down.0.words", b"blk.1.ffn_dowm.0.words"),
         (b'"shape": [64, 48]', b'"shape": [48, 64]'), (b"Q4_0", b"Q4_9"), (b"GGUF", b"GGML"),
     ]:  # fmt: skip
         assert old in whole
@@ -240,6 +241,34 @@ def test_damaged_packed_files(folder, tmp_path):
     write_safetensors(path, {"x": np.zeros(4, np.float32)})
     with pytest.raises(BadFile, match="not packed"):
         PackedFile(path)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["high", "fast"])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "f32 scales"])
+def test_memory_of_a_packed_file_is_that_of_its_arrays(gpu, tmp_path, monkeypatch, kind, fast):
+    """Also of one whose scales are f32, as older ones of K-quants have them, and those made of AWQ."""
+    from llamagpu.engine.generate import Llama
+    from llamagpu.engine.weights import matrix_jobs, repack_small
+
+    gguf = tiny_llama(tmp_path / "m.gguf", kind="Q4_K" if kind == "f32 scales" else kind, dim=256, ffn=512)
+    path = tmp_path / "m.safetensors"
+    make(gguf, path, "packed")
+    if kind == "f32 scales":
+        file, kinds = GgufFile(gguf), PackedFile(path).tensors
+        with path.open("wb") as out:
+            writer = PackedWriter(out, file.metadata, {n: (t.kind, t.shape) for n, t in kinds.items()})
+            for name, tensor in file.tensors.items():
+                if len(tensor.shape) == 1:
+                    writer.put(name, tensor.data.view(np.float32))
+            config = LlamaConfig.from_gguf(file.metadata, file.tensors)
+            for label, job in matrix_jobs(file.tensors, config, repack_small):
+                parts, bias = job()
+                writer.put_matrix(label, ([replace(p, scales=plain_scales(p)) for p in parts], bias))
+            writer.finish()
+    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=False))
+    before = gpu.allocated_bytes
+    llama = Llama(path, device=gpu, context=64, precision="fast" if fast else "high")
+    assert 0.97 * (gpu.allocated_bytes - before) <= llama.memory.total <= 1.05 * (gpu.allocated_bytes - before)
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])

@@ -1,6 +1,7 @@
 """From a prompt to streamed text through the Python API: what is yielded, when it ends, what is kept."""
 
 import math
+import re
 import signal
 from collections.abc import Iterable
 from contextlib import closing
@@ -342,14 +343,6 @@ def test_memory_plan_of_a_gpu(tmp_path, gpu, monkeypatch, kind, precision):
     assert 0.97 * used <= llama.memory.total <= 1.05 * used
 
 
-def q4_k_m(name: str, layers: int) -> str:
-    """The mix that most files have: half of the v and down matrices in 6 bits."""
-    if "attn_v" not in name and "ffn_down" not in name:
-        return "Q4_K"
-    layer = int(name.split(".")[1])
-    return "Q6_K" if layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2 else "Q4_K"
-
-
 @pytest.mark.parametrize("fast", [False, True], ids=["high", "fast"])
 @pytest.mark.parametrize("mix", ["Q4_0", "Q4_K_M", "Q8_0"])
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"])
@@ -359,8 +352,12 @@ def test_memory_is_that_of_the_file_and_little_more(gpu, monkeypatch, name, mix,
     monkeypatch.setattr(gpu, "caps", caps)
     config = synthetic_config(name)
     last = "token_embd" if config.tied else "output"
-    body = {n: q4_k_m(n, config.layers) if mix == "Q4_K_M" else mix for n in tensor_shapes(config)}
-    kinds = {n: "F32" if "norm" in n else "Q6_K" if last in n else kind for n, kind in body.items()}
+    mixed = mix == "Q4_K_M"
+    six = re.compile(rf"{last}|attn_v|[02468]\.ffn_down" if mixed else last)  # about as in such files
+    kinds = {
+        n: "F32" if "norm" in n else "Q6_K" if six.search(n) else "Q4_K" if mixed else mix
+        for n in tensor_shapes(config)
+    }
     tensors = {n: RawTensor(n, kinds[n], shape, np.zeros(0)) for n, shape in tensor_shapes(config).items()}
     file = sum(math.prod(t.shape) // BLOCKS[t.kind][0] * BLOCKS[t.kind][1] for t in tensors.values())
     chunks = routes.chunk(caps, fast), 1

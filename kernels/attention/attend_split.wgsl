@@ -20,9 +20,9 @@ const GROUP_HEADS: u32 = HEADS / KV_HEADS;
 const WORKGROUP: u32 = GROUP_HEADS * STRANDS * SUBGROUP;  // or more: the rest is idle
 const OCTS: u32 = HEAD_DIM / 8u / TEAM;          // runs of 8 dimensions that a lane owns: run lane + TEAM * i
 const STRIDE: u32 = STRANDS * SUBGROUP / TEAM;  // positions in flight per head
-@group(0) @binding(0) var<storage, read_write> y: array<u32>;              // [m, HEADS, HEAD_DIM] f32 or records; or partial sums
-@group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;    // [m, HEADS, splits] (top, total)
-@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;              // q [m, HEADS, HEAD_DIM]
+@group(0) @binding(0) var<storage, read_write> y: array<u32>;              // [m, HEADS, HEAD_DIM] f32 or records; or partial sums, a gap after each layer's
+@group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;    // [layers or m, HEADS, splits] (top, total), likewise
+@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;              // q [layers or m, HEADS, HEAD_DIM], likewise
 @group(0) @binding(8) var<uniform> step: Step;
 const HALF: u32 = max(STRANDS / 2u, 1u);
 var<workgroup> half_top: array<f32, GROUP_HEADS * HALF>;

@@ -9,7 +9,7 @@ const LANES: u32 = 64u;
 const WORKGROUP: u32 = 64u;
 const BLOCKS: u32 = K / 32u;
 const ROUNDS: u32 = (BLOCKS + LANES - 1u) / LANES;
-const AHEAD: u32 = 4u;  // rounds, as many as registers hold
+const AHEAD: u32 = 4u;  // rounds on their way, as many as registers hold
 const FIRST: u32 = min(ROUNDS, AHEAD);
 const WHOLE: bool = BLOCKS % (LANES * FIRST) == 0u;
 struct WeightPair { a: Weights, b: Weights }

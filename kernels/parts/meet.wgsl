@@ -1,8 +1,8 @@
 // All workgroups of a kernel meet: arrive once what the others will read is stored, wait before reading theirs. Arrivals
 // are counted and never set back, so an arrival's number says which meeting it belongs to. Every invocation must call
-// both; a wait without an arrival before it returns at once. What is read after a wait must lie in lines of memory that the
-// same kernel has not read before: a workgroup may have them in a cache that a fence does not clear. Nobody knows where in a
-// line a buffer begins, so there is a gap before, between and after the rows that layers hand on.
+// both; a wait without an arrival before it returns at once. No line of memory may be read before all of it has been
+// written: a workgroup may keep it in a cache that a fence does not clear. Nobody knows where in a line a buffer begins, so
+// there is a gap before, between and after the rows that layers hand on.
 // A wait ends without a fence, which would hold up the weights that are on their way (12 % of SmolLM2's token on an H200).
 // Instead, the place of all that is read then contains later(): 0, but not known before the wait is over.
 // Needs WORKGROUPS (a power of two) workgroups that run at the same time: where they do not, waits are given up after some

@@ -11,7 +11,7 @@ const ROPE_DIMS: u32 = 2u; // the first dimensions of a head that are rotated
 const WIDTH: u32 = (HEADS + 2u * KV_HEADS) * HEAD_DIM;
 const BIAS: bool = false;
 const KV_F32: bool = false;
-@group(0) @binding(0) var<storage, read_write> y: array<vec2<f32>>;       // q [layers or m, HEADS, HEAD_DIM]
+@group(0) @binding(0) var<storage, read_write> y: array<vec2<f32>>;       // q [layers or m, HEADS, HEAD_DIM], a gap after each layer's
 @group(0) @binding(1) var<storage, read_write> k_cache: array<u32>;       // [layers, KV_HEADS, capacity, HEAD_DIM] f16 or f32
 @group(0) @binding(2) var<storage, read_write> v_cache: array<u32>;
 @group(0) @binding(3) var<storage, read> rope: array<vec2<f32>>;          // [capacity, ROPE_DIMS / 2] (cos, sin)

@@ -1,5 +1,5 @@
-// The residual stream from one buffer to another: y[layer + UP, row] = old[layer, row] + v (+ bias). No place is written
-// that was read in the same kernel: a workgroup may still have the old value in its cache. v = (row, row + 1), row even.
+// The residual stream from one buffer to another: y[layer + UP, row] = old[layer, row] + v (+ bias). No line of
+// memory is written that was read in the same kernel: a workgroup may still have it in its cache. v = (row, row + 1), row even.
 // begin may be called before emit, to have the old values there in time. Needs m == 1, an even WIDTH.
 const N: u32 = 2u;       // rows of this part of the matrix
 const ROW0: u32 = 0u;    // its first row in the whole matrix

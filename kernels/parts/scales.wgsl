@@ -6,7 +6,7 @@ const PAIR: bool = false;     // an offset follows each scale (asymmetric format
 const SCALE_BITS: u32 = 16u;  // 32: f32, 16: f16, 8: by 256 weights a record, two f16 steps and int8 multiples of them
 const VALUES: u32 = 1u + u32(PAIR);
 const RECORD: u32 = 1u + 64u / GROUP * VALUES;  // words
-const TWO: bool = GROUP == 16u;               // groups in a block
+const TWO: bool = GROUP == 16u;               // two groups in a block
 @group(0) @binding(7) var<storage, read> scales: array<u32>;
 fn scale_at(row: u32, g: u32) -> vec2<f32> {
   if (SCALE_BITS == 8u) {

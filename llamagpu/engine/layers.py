@@ -1,8 +1,8 @@
 """Decode in few dispatches: runs of like layers, each run one kernel (gpu/join.py).
 
 The weights of a run lie one behind the other (engine/shelves.py), and so do the cache and everything that stages hand
-to each other, with gaps: nothing is read from a line of memory that the same kernel has read before, since a workgroup
-may have the old values in a cache of its own.
+to each other, with gaps: no line of memory is read before all of it has been written, since a workgroup may keep what
+it has read in a cache of its own.
 """
 
 from collections.abc import Callable
@@ -178,7 +178,7 @@ class JoinedLayers:
 def relayed(gpu: Gpu, crew: routes.Crew, meeting: Any, count: Any, seed: int = 1) -> tuple[Any, Any]:
     """Values that each of RELAY layers takes from workgroups of the layer before, and what they should be. With every
     seed rows begin elsewhere in a line of memory."""
-    n, shift, at = constants("relay")["N"], constants("relay")["SHIFT"], 16 * seed
+    n, shift, at = constants("relay")["N"], constants("relay")["SHIFT"], 12 * seed
     words = np.arange(seed, seed + at + (RELAY + 1) * layer_stride(n) // 4, dtype=np.uint32) * np.uint32(2654435761)
     y = gpu.upload(words, "relay")  # what is read too early is no zero and nothing that another relay left
     consts: dict[str, Const] = {"WORKGROUP": crew.invocations, "AT": at}

@@ -9,6 +9,7 @@ from llamagpu.engine.weights import joinable
 from llamagpu.errors import DoesNotFit, LlamaGpuError
 from llamagpu.files.config import LlamaConfig
 from llamagpu.files.gguf_file import RawTensor
+from llamagpu.files.packed_file import PackedTensors
 from llamagpu.files.repack import FORMATS, row_bytes
 from llamagpu.gpu import routes
 from llamagpu.gpu.device import Gpu
@@ -99,6 +100,8 @@ def plan_memory(
     cache = 2 * c.layers * cache_layer
     six = not gpu.caps.cpu
     weights = sum(tile_bytes(t) if tiled else tensor_bytes(t, gpu.caps.half, six) for t in tensors.values())
+    if isinstance(tensors, PackedTensors) and not tiled:
+        weights = tensors.device_bytes(gpu.caps.half, fast)
     return MemoryPlan(weights, cache, scratch, context, cache // context + 4 * c.rope_dims, cache_layer)
 
 

@@ -12,6 +12,7 @@ from llamagpu.engine.tiled import upload_tiles
 from llamagpu.engine.weights import Layer, Matrix, Part, Weights, joinable
 from llamagpu.errors import LlamaGpuError
 from llamagpu.files.config import LlamaConfig
+from llamagpu.files.gguf_file import BLOCKS
 from llamagpu.files.repack import FORMATS, Packed, row_bytes
 from llamagpu.files.tiles import ROWS, tile
 from llamagpu.gpu import routes
@@ -55,6 +56,7 @@ MIXES = {
     "q8_0": ("Q8_0", "Q8_0", "Q8_0"),
     "f16": ("F16", "F16", "F16"),
 }
+INSTEAD = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are no whole blocks, as llama-quantize does it
 SMALL_SCALE = 0.004  # keeps activations of random weights finite
 SMALL_STEPS = 0x0D0D0D0D  # about the same: a step of 0.00031 as f16, 13 of them as int8
 
@@ -91,14 +93,15 @@ def synthetic_weights(gpu: Gpu, config: LlamaConfig, quant: str, tiled: bool = F
 
     runs: list[range] = []
     if not tiled and joinable(c, gpu, fast=True):
-        widest = 2 * c.ffn_dim * c.dim * max(row_bits(kind, gpu) for kind in MIXES[quant]) // 8
+        widest = 2 * c.ffn_dim * c.dim * max(row_bits(fitting(kind, c.dim), gpu) for kind in MIXES[quant]) // 8
         runs = runs_of([special(i) for i in range(c.layers)], max(1, gpu.caps.binding_bytes // widest))
     shelves = Shelves(gpu, runs)
 
     def matrix(kinds: list[tuple[str, int]], k: int, label: str, layer: int | None = None) -> Matrix:
         """Rows in these types, one after the other; neighbours of one type are one part."""
         joined: list[tuple[str, int]] = []
-        for kind, n in kinds:
+        for wanted, n in kinds:
+            kind = fitting(wanted, k)
             if joined and joined[-1][0] == kind:
                 joined[-1] = (kind, joined[-1][1] + n)
             else:
@@ -137,7 +140,7 @@ def synthetic_weights(gpu: Gpu, config: LlamaConfig, quant: str, tiled: bool = F
 def tileable(config: LlamaConfig, quant: str, gpu: Gpu) -> bool:
     """Whether a file of these shapes would run on images here."""
     c, widest = config, max(config.dim, config.ffn_dim, config.heads * config.head_dim)
-    known = [FORMATS.get(kind) for kind in MIXES[quant]]
+    known = [FORMATS.get(fitting(kind, c.dim)) for kind in MIXES[quant]]
     shapes = [Linear(1, c.dim, widest, f.group if f else widest, f.form if f else "f16") for f in known]
     return routes.tileable(c.dim, c.ffn_dim, c.head_dim, c.rope_dims, shapes, gpu.caps)
 
@@ -160,6 +163,11 @@ def random_tiles(gpu: Gpu, kind: str, n: int, k: int, row0: int, label: str) -> 
     return [replace(part, row0=row0 + part.row0) for part in parts]
 
 
+def fitting(kind: str, k: int) -> str:
+    """The type that rows of k weights have in a file of this type."""
+    return kind if k % BLOCKS[kind][0] == 0 else INSTEAD[kind]
+
+
 def form_of(kind: str, gpu: Gpu) -> str:
     known = FORMATS.get(kind)
     if known is None:
@@ -175,7 +183,7 @@ def row_bits(kind: str, gpu: Gpu) -> int:
 def random_parts(
     gpu: Gpu, recorder: Recorder, kind: str, n: int, k: int, row0: int, label: str, room: Room
 ) -> list[Part]:
-    """Rows of one type as `load_weights` would store them for precision fast."""
+    """Rows of one type as `load_weights` would store them."""
     known = FORMATS.get(kind)
     form, group, width = form_of(kind, gpu), known.group if known else k, known.width if known else 0
     word_bytes = k * row_bits(kind, gpu) // 8

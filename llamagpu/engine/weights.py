@@ -116,8 +116,7 @@ def upload_matrix(
     parts: list[Part] = []
     row0 = 0
     for whole in packed:
-        row_bytes = max(whole.words[:1].nbytes, 0 if whole.scales is None else whole.scales[:1].nbytes * 2)
-        fitting = gpu.caps.binding_bytes // row_bytes
+        fitting = gpu.caps.binding_bytes // whole.words[:1].nbytes  # scales take no more
         # whole blocks of 32 gate/up pairs (int8 records), or at least pairs
         most = max(2, fitting // 64 * 64 or fitting // 2 * 2)
         for start in range(0, whole.n, most):

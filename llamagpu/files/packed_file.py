@@ -5,6 +5,7 @@ import json
 import mmap
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +19,8 @@ from llamagpu.files.gguf_writer import encode_header
 from llamagpu.files.repack import Packed
 from llamagpu.files.safetensors_file import DTYPES, read_header
 
-FORMAT = "llamagpu packed 1"
+FORMAT = "llamagpu packed 2"
+READS = (FORMAT, "llamagpu packed 1")  # in which scales of K-quants are f32
 NAMES = {np.dtype(numpy).str: name for name, numpy in DTYPES.items() if name != "BF16"}
 FORMS = {"U8": ("q4", "q6"), "I8": ("q8",), "F16": ("f16",)}  # by the type of a matrix's words
 Matrix = tuple[list[Packed], NDArray[np.float32] | None]  # parts one below the other, bias
@@ -28,6 +30,7 @@ class PackedTensors(dict[str, RawTensor]):
     """Kinds and shapes by GGUF name; `jobs` gives the matrices, joined and ordered for the device already."""
 
     jobs: Callable[[LlamaConfig], Iterator[tuple[str, Callable[[], Matrix]]]]
+    device_bytes: Callable[[bool, bool], int]
 
 
 class PackedFile:
@@ -36,7 +39,7 @@ class PackedFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.arrays, notes = read_header(self.path)
-        if notes.get("format") != FORMAT:
+        if notes.get("format") not in READS:
             raise BadFile(
                 f"{self.path}: a safetensors file that is not packed for this program",
                 "Give its folder to `llamagpu convert`, or a .gguf file.",
@@ -46,7 +49,7 @@ class PackedFile:
         self.metadata = read_metadata(self.path, self._array("gguf", 1, "U8").tobytes())
         listed = self._listed(notes)
         self.tensors = PackedTensors((name, self._tensor(name, *entry)) for name, entry in listed.items())
-        self.tensors.jobs = self.jobs
+        self.tensors.jobs, self.tensors.device_bytes = self.jobs, self.device_bytes
 
     def _listed(self, notes: dict[str, str]) -> dict[str, tuple[str, list[int]]]:
         try:
@@ -120,7 +123,8 @@ class PackedFile:
         (_, groups, size), records = scales.shape, scales.itemsize == 1
         width = 1 + (scales.dtype == np.uint8) if records else size
         group = 256 * width // max(1, size - 4) if records else k // groups
-        if group not in (16, 32) or width > 2 or (form == "q6" and (group, width) != (16, 1)):
+        odd = {"q6": (group, width) != (16, 1), "q8": (group, width) == (16, 2)}  # what no type has, and no kernel
+        if group not in (16, 32) or width > 2 or odd.get(form):
             raise self._bad(f"{label}.scales")
         shape = (n, k // 256, 4 + 256 // group * width) if records else (n, k // group, width)
         if scales.shape != shape or k % (256 if records else group):
@@ -129,6 +133,14 @@ class PackedFile:
         if not np.isfinite(floats).all():
             raise BadFile(f"{self.path}: {label}.scales holds NaN or infinity", AGAIN)
         return Packed(form, n, k, group, words, scales)
+
+    def device_bytes(self, half: bool, fast: bool) -> int:
+        """What a GPU takes for the arrays: scales as f32 where it cannot convert f16, else those of `fast` as f16."""
+        total, sizes = -self.arrays["gguf"].nbytes, {"F32": 2 if fast else 4, "F16": 2, "I8": 1, "U8": 1}
+        for name, a in self.arrays.items():
+            scale = name.endswith(".scales")
+            total += prod(a.shape) * (sizes.get(a.dtype, 4) if half else 4) if scale else a.nbytes
+        return total
 
     def contents(self) -> Iterator[tuple[str, NDArray[np.uint8]]]:
         for a in self.arrays.values():

@@ -172,7 +172,7 @@ def one(s: Linear) -> bool:
 # Lanes that share rows, pairs of rows they share, invocations of a workgroup: the best of 5 to 36 settings per shape
 # of Llama 1B and 8B and SmolLM2 on an H200 (2026-11-15); the choice moves a kernel by up to 2x.
 GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], ...] = (
-    ("logits", lambda s, c: one(s) and s.out == "out_logits", {"WORKGROUP": 256, "LANES": 32, "PAIRS": 4}),
+    ("logits", lambda s, c: one(s) and s.out == "out_logits", {"WORKGROUP": 256, "LANES": 32, "PAIRS": 2}),
     ("records out, k <= 1024", lambda s, c: one(s) and s.out in COLLECTING and s.k <= 1024 and c.invocations >= 1024,
      {"WORKGROUP": 1024, "LANES": 32, "PAIRS": 1}),
     ("records out, k < 4096", lambda s, c: one(s) and s.out in COLLECTING and s.k < 4096 and c.invocations >= 512,
@@ -296,8 +296,8 @@ def joined_splits(kv_heads: int) -> int:
 
 
 def joinable(dim: int, ffn_dim: int, heads: Heads, fast: bool, caps: Caps) -> bool:
-    """Whether the layers of one token can be one kernel: the input of any linear fits into workgroup memory, everything
-    begins on a line of its own, and a kernel may bind enough."""
+    """Whether the layers of one token can be one kernel: the input of any linear fits into workgroup memory, a binding
+    can begin at any layer, and a kernel may bind enough."""
     whole = dim % 64 == 0 and ffn_dim % 64 == 0 and heads.dim % 64 == 0
     if not caps.join or caps.scalar or caps.subgroup < 4 or caps.storage_buffers < 30 or not whole:
         return False
@@ -475,7 +475,7 @@ def width(m: int, chunk: int) -> int:
 
 def chunk(caps: Caps, fast: bool) -> int:
     """Most tokens of a prompt's step where the user does not say. On an H200 1024 are 4 % faster than 512 in int8, and
-    in f32, where they take more room, 4 % slower."""
+    in f32, where they take more room, 4 % slower. (F16 weights make f32 of `fast`, too: nothing was measured there.)"""
     return 1024 if fast and not caps.cpu else 512
 
 

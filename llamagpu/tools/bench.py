@@ -31,7 +31,7 @@ from llamagpu.files.config import LlamaConfig, check_tensors
 from llamagpu.files.packed_file import open_model
 from llamagpu.files.repack import packed_bytes, small
 from llamagpu.gpu import routes
-from llamagpu.gpu.device import Gpu
+from llamagpu.gpu.device import Gpu, whole
 from llamagpu.gpu.timing import Span, TimedRecorder, busy_ns, copy_bandwidth, wait_idle, warm_up
 from llamagpu.tools.bench_tests import Test, positions
 from llamagpu.tools.report import Row
@@ -96,10 +96,10 @@ def load_file(path: Path, gpu: Gpu, tests: Sequence[Test], progress: Progress | 
     return Loaded(str(path), described, size, params, config, weights, freq_factors, tiled, seconds)
 
 
-def load_synthetic(spec: str, gpu: Gpu, tests: Sequence[Test] = ()) -> Loaded:
+def load_synthetic(spec: str, gpu: Gpu, tests: Sequence[Test] = (), fast: bool = False) -> Loaded:
     name, quant = parse(spec)
     started, config = time.perf_counter(), synthetic_config(name)
-    tiled = tileable(config, quant, gpu) and not any(test.kv_type == "f16" for test in tests)
+    tiled = tileable(config, quant, gpu) and not any(test.kv_type == "f16" for test in tests) and not fast
     weights = synthetic_weights(gpu, config, quant, tiled)
     wait_idle(gpu)
     matrices = [m for x in weights.layers for m in (x.qkv, x.attn_output, *x.gate_up, x.ffn_down)]
@@ -121,7 +121,7 @@ def load(
     """A file, or the text after --synthetic."""
     if isinstance(source, Path):
         return load_file(source, gpu, tests, progress, fast)
-    return load_synthetic(source, gpu, tests)
+    return load_synthetic(source, gpu, tests, fast)
 
 
 def wide_cache(gpu: Gpu, kv_type: str | None) -> bool:
@@ -171,10 +171,11 @@ def bench(
 
 
 def release(model: Transformer) -> None:
+    model.part_layers()
     made = list(vars(model).values())
     made += [buffer for many in made if isinstance(many, list) for buffer in many]
     made += [buffer for pair in made if isinstance(pair, tuple) for buffer in pair]
-    model.gpu.free(*{b for b in made if isinstance(b, (wgpu.GPUBuffer, wgpu.GPUTexture))})
+    model.gpu.free(*{b for b in map(whole, made) if isinstance(b, (wgpu.GPUBuffer, wgpu.GPUTexture))})
 
 
 def measure(model: Transformer, test: Test, settings: Settings, check: Callable[[], None]) -> Row:

@@ -34,6 +34,8 @@ FORMS = (
     Weight("q4", 66, 256, 32, pair=True, scale="i1"), Weight("q4", 9, 36, 12, pair=True),
     Weight("f16", 5, 129),
 )  # fmt: skip
+LONG = (Weight("q4", 31, 8448, 32, pair=True, scale="i1"), Weight("q6", 30, 8448, 16, scale="i1"))
+STAGES = ((PLAIN, "norm"), (PLAIN, "merge"), *((weight, "norm") for weight in LONG))
 LEAST_K = {"f32": 1, "i8": 32, "norm": 576, "merge": 576}
 WIDE = (Weight("q4", 8193, 64), Weight("q4", 3073, 64))  # with tiles of their own
 
@@ -72,11 +74,12 @@ def distinct(table: Iterable[Route]) -> Iterable[Route]:
 
 
 def stage_cases(gpu: Gpu) -> Iterator[Case]:
-    """linear_turns by itself, where it has too few workgroups for its rows."""
-    for inputs in ("norm", "merge") if gpu.caps.subgroup else ():
-        route = routes.joined_linear(PLAIN.shape(1, inputs), routes.Crew(1, 128), gpu.caps)
-        few = replace(route, grid=lambda *_: (3, 1, 1))
-        yield Case(route.kernel, f"{PLAIN.name}, {inputs} x", partial(linear, gpu, few, PLAIN, inputs, 1), REQUANTISED)
+    """linear_turns by itself, where it has too few workgroups for its rows; in two shapes with more rounds than are on
+    their way, and some lanes idle in the last."""
+    for weight, inputs in STAGES if gpu.caps.subgroup else ():
+        route = routes.joined_linear(weight.shape(1, inputs), routes.Crew(1, 128), gpu.caps)
+        compare = partial(linear, gpu, replace(route, grid=lambda *_: (3, 1, 1)), weight, inputs, 1)
+        yield Case(route.kernel, f"{weight.name}, {inputs} x", compare, REQUANTISED)
 
 
 def linear(gpu: Gpu, route: Route, weight: Weight, inputs: str, m: int) -> Answer:

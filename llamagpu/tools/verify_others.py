@@ -157,10 +157,11 @@ def relay(gpu: Gpu) -> Answer:
     count = gpu.upload(np.array([RELAY], np.uint32), "layers", wgpu.BufferUsage.UNIFORM)
     for crew in (*(routes.crews(2048, gpu.caps) if gpu.caps.join else ()), routes.Crew(1, 256)):
         meeting = gpu.upload(np.array([0, 0, TRIAL, 0], np.uint32), "meeting")
-        answer = relayed(gpu, crew, meeting, count)
+        answers = [relayed(gpu, crew, meeting, count, seed) for seed in (1, 2, 3)]
         if not gpu.read(meeting, np.uint32, 2)[1]:
             break
-    return answer
+    got, want = map(np.concatenate, zip(*answers, strict=True))
+    return got, want
 
 
 def peak(gpu: Gpu) -> Answer:
