@@ -340,7 +340,7 @@ class Transformer:
             count = ops.candidates(self.gpu, head, self.inputs(1))
             pick = ops.pick(
                 self.gpu, self.best, count, self.tokens, self.ring, RING, self.step, table, self.x,
-                self.logits, self.sampling if drawn else None,
+                self.logits, self.sampling if drawn else None, ops.rows_each(self.gpu, head, self.inputs(1)),
             )  # fmt: skip
             self.plans["choose", drawn] = Plan([pick])
         return self.plans["choose", drawn]

@@ -183,6 +183,15 @@ def candidates(gpu: Gpu, matrix: Matrix, inputs: str) -> int:
     return sum(workgroups(gpu, routes.pick(routes.LINEAR, shape, gpu.caps), shape) for shape in shapes)
 
 
+def rows_each(gpu: Gpu, matrix: Matrix, inputs: str) -> int:
+    """Of how many logits a candidate is the largest."""
+    if not joins_argmax(gpu, matrix, inputs):
+        return constants("argmax")["CHUNK"]
+    route = routes.pick(routes.LINEAR, matrix.parts[0].shape(1, inputs, "out_logits"), gpu.caps)
+    own = settings(gpu, route)
+    return 2 * own["PAIRS"] * own["WORKGROUP"] // own["LANES"]
+
+
 def joins_argmax(gpu: Gpu, matrix: Matrix, inputs: str) -> bool:
     shapes = [part.shape(1, inputs, "out_logits") for part in matrix.parts]
     fit = all(routes.fits_any(routes.LINEAR, s, gpu.caps) for s in shapes)
@@ -304,15 +313,15 @@ def embed(
 
 def pick(
     gpu: Gpu, best: Any, count: int, tokens: Any, ring: Any, ring_size: int, step: Any, table: Matrix, x: Any,
-    logits: Any = None, sampling: Any = None,
+    logits: Any = None, sampling: Any = None, run: int = 0,
 ) -> Dispatch:  # fmt: skip
-    """The best candidate, or with `sampling` one drawn from the logits, becomes the next token; its embedding goes to
-    x where the table is in one part."""
+    """The best candidate, or with `sampling` one drawn from the logits, of which a candidate is the largest of `run`,
+    becomes the next token; its embedding goes to x where the table is in one part."""
     kernel = "pick"
     consts: dict[str, Const] = {"CANDIDATES": count, "RING": ring_size}
     buffers = {"best": best, "tokens": tokens, "ring": ring, "step": step, "x": x}
     if sampling is not None:
-        kernel, consts["VOCAB"] = "sample", table.n
+        kernel, consts["VOCAB"], consts["RUN"] = "sample", table.n, run or constants("argmax")["CHUNK"]
         buffers |= {"logits": logits, "sampling": sampling}
     if not embeds_next(gpu, table):
         return gpu.dispatch(kernel, ("next_none",), consts, buffers, (1, 1, 1))

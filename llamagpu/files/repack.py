@@ -351,8 +351,7 @@ def row_bytes(kind: str, k: int) -> tuple[int, int]:
     if kind in FLOATS:
         return 2 * (k + k % 2), 0
     fmt = FORMATS[kind]
-    assert k % BLOCKS[kind][0] == 0, "rows are whole blocks"
-    scales = k // 256 * prod(fmt.scale_shape) if fmt.steps else k // fmt.group * fmt.width * 2
+    scales = -(-k // 256) * prod(fmt.scale_shape) if fmt.steps else k // fmt.group * fmt.width * 2
     return k // 2 if fmt.form == "q4" else k, scales
 
 
