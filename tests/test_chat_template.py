@@ -1,6 +1,7 @@
 """Chat templates: prompts as public engines make them, what templates rely on, and templates that attack."""
 
 import datetime
+import gc
 import json
 import random
 import sys
@@ -258,6 +259,38 @@ def test_endless_templates_end(template: str, monkeypatch: pytest.MonkeyPatch) -
     start = time.perf_counter()
     assert "0.4 seconds" in refusal(template)
     assert time.perf_counter() - start < 2  # the deadline and one step
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_garbage_does_not_stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects whose `__del__` is still busy when the time is up: what is raised there is lost."""
+
+    class Slow:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            while time.perf_counter() < over:
+                time.sleep(0.01)
+            str_of(self)
+
+    def str_of(value: object) -> str:
+        return repr(value)
+
+    def text(environment: chat_template._Environment, *rest: Any) -> str:
+        Slow()
+        return real(environment, *rest)
+
+    real, before = chat_template._Environment.text, gc.get_threshold()
+    monkeypatch.setattr(chat_template._Environment, "text", text)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
+    over = time.perf_counter() + 0.3
+    gc.set_threshold(1)
+    try:
+        assert "0.2 seconds" in refusal("{% for i in range(3000) %}{% for j in range(3000) %}{% endfor %}{% endfor %}")
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_the_real_deadline() -> None:
