@@ -13,13 +13,16 @@ from llamagpu.engine.layers import PATIENCE, buffers_of
 from llamagpu.engine.llama import Transformer
 from llamagpu.engine.shelves import Shelves, runs_of
 from llamagpu.engine.weights import load_weights
-from llamagpu.errors import DeviceLost
+from llamagpu.errors import BadFile, DeviceLost
+from llamagpu.files.config import LlamaConfig
+from llamagpu.files.packed_file import PackedFile
 from llamagpu.files.repack import small
 from llamagpu.gpu import device, routes
 from llamagpu.gpu.device import Slice
 from llamagpu.gpu.join import BOUND, Stage, join
 from llamagpu.gpu.routes import Crew
 from llamagpu.gpu.shaders import compose
+from llamagpu.tools.convert.convert import convert, open_source, plan
 from tests.conftest import open_gpu
 from tests.gguf_builder import tiny_llama
 from tests.test_model import by_name, check_against_reference, logits_after, open_model, tokens
@@ -132,6 +135,21 @@ def test_what_does_not_fit_a_shelf_stands_alone(join_gpu):
     assert not isinstance(shelves.room(512, "a"), Slice)
     large = join_gpu.caps.binding_bytes // 3 // 256 * 256 + 256
     assert not isinstance(shelves.room(large, "c", 0), Slice)
+
+
+def test_a_packed_file_that_lies_about_types(join_gpu, tmp_path):
+    """The second layer's matrix is larger than those it is said to be like."""
+    kinds = by_name(**{"1.ffn_down": "Q8_0", "": "Q4_0"})
+    path = tmp_path / "m.safetensors"
+    source = open_source(str(tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(kind=kinds))))
+    convert(source, path, plan(source, None, packed=True))
+    file = PackedFile(path)
+    config = LlamaConfig.from_gguf(file.metadata, file.tensors)
+    load_weights(file.tensors, config, join_gpu)
+    tensor = file.tensors["blk.1.ffn_down.weight"]
+    file.tensors["blk.1.ffn_down.weight"] = replace(tensor, kind="Q4_0")
+    with pytest.raises(BadFile, match=r"blk\.1\.ffn_down is not of the type that the file says"):
+        load_weights(file.tensors, config, join_gpu)
 
 
 def test_layers_stay_apart_where_the_adapter_does_not_say_so(gpu, tmp_path):

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from llamagpu.errors import BadFile
+from llamagpu.files.gguf_file import AGAIN
 from llamagpu.gpu.device import ALIGN, Gpu, Slice
 
 
@@ -28,6 +30,8 @@ class Shelves:
         key = run.start, label.removeprefix(f"blk.{layer}."), self.given[f"{layer} {label}"]
         if key not in self.shelves:
             self.shelves[key] = self.gpu.zeros(len(run) * nbytes, label)
+        if self.shelves[key].size != len(run) * nbytes:
+            raise BadFile(f"{label} is not of the type that the file says", AGAIN)
         return Slice(self.shelves[key], (layer - run.start) * nbytes, nbytes)
 
     def upload(self, data: np.ndarray[Any, Any], label: str, layer: int | None = None) -> Any:
