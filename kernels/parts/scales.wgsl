@@ -1,5 +1,6 @@
 // Group scales of q4 and q8 weights, rows of K / GROUP groups. scale_at: (scale, offset) of one group. load_scales: those of
-// a block of 32 weights as they lie, to be taken apart by block_scales when they have come; GROUP % 32 == 0 or 16.
+// a block of 32 weights as they lie, to be taken apart by block_scales when they have come. Parts: half. load_scales needs
+// GROUP % 32 == 0 or 16; SCALE_BITS == 8 needs K % 256 == 0 and groups of 16 or 32.
 const K: u32 = 32u;
 const GROUP: u32 = 32u;
 const PAIR: bool = false;     // an offset follows each scale (asymmetric formats)
@@ -21,7 +22,7 @@ fn scale_at(row: u32, g: u32) -> vec2<f32> {
   let two = halves(scales[i / 2u] >> (i % 2u * 16u));
   return select(vec2<f32>(two.x, 0.0), two, PAIR);
 }
-struct Scales { words: vec4<u32>, skip: u32 }  // bits of the last word before the block's own
+struct Scales { words: vec4<u32>, skip: u32 }  // skip: bits before the block's own, of the only word or of the multiples
 fn load_scales(row: u32, b: u32) -> Scales {
   if (SCALE_BITS == 8u) {
     let record = (row * (K / 256u) + b / 8u) * RECORD;

@@ -188,8 +188,7 @@ def rows_each(gpu: Gpu, matrix: Matrix, inputs: str) -> int:
     if not joins_argmax(gpu, matrix, inputs):
         return constants("argmax")["CHUNK"]
     route = routes.pick(routes.LINEAR, matrix.parts[0].shape(1, inputs, "out_logits"), gpu.caps)
-    own = settings(gpu, route)
-    return 2 * own["PAIRS"] * own["WORKGROUP"] // own["LANES"]
+    return routes.rows_each(settings(gpu, route))
 
 
 def joins_argmax(gpu: Gpu, matrix: Matrix, inputs: str) -> bool:
