@@ -15,7 +15,7 @@ const WHOLE: bool = BLOCKS % (LANES * FIRST) == 0u;
 struct WeightPair { a: Weights, b: Weights }
 fn fetch_pair(row: u32, b: u32) -> WeightPair {  // past the end: clamp the loads, emit guards the store
   let i = select(min(b, BLOCKS - 1u), b, WHOLE);
-  return WeightPair(fetch(layer() * N + min(row, N - 1u), i), fetch(layer() * N + min(row + 1u, N - 1u), i));
+  return WeightPair(fetch(slot() * N + min(row, N - 1u), i), fetch(slot() * N + min(row + 1u, N - 1u), i));
 }
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,

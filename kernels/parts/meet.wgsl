@@ -12,13 +12,16 @@ const GAP: u32 = 64u;       // words, more than a line
 const SUBGROUP: u32 = 32u;  // lanes of a subgroup, as probed
 struct Meeting { arrivals: atomic<u32>, given_up: atomic<u32>, patience: u32 }  // patience: looks at the count, some 0.5 us each
 @group(0) @binding(0) var<storage, read_write> meeting: Meeting;
-@group(0) @binding(1) var<uniform> layers: vec4<u32>;  // how many, in x
+const TABLE: u32 = 1u;
+@group(0) @binding(1) var<uniform> layers: array<vec4<u32>, TABLE>;  // how many, in x; then for each its places (see join.py)
 var<private> arrived: bool = false;
 var<private> goal: u32;
 var<private> at_layer: u32;
 var<workgroup> beyond: u32;
 var<private> after: u32;
+var<private> at_slot: u32;
 fn layer() -> u32 { return at_layer; }
+fn slot() -> u32 { return at_slot; }
 fn start(lanes: u32, index: u32) {  // a driver may choose other subgroups for so large a kernel
   if (lanes != SUBGROUP && index == 0u) { atomicStore(&meeting.given_up, 1u); }
 }

@@ -25,7 +25,7 @@ fn begin(token: u32, part_row: u32) {
   let dim = row % HEAD_DIM;
   turn = vec2<f32>(1.0, 0.0);
   if (row / HEAD_DIM < HEADS + KV_HEADS && dim < ROPE_DIMS) { turn = rope[(step.pos + token) * (ROPE_DIMS / 2u) + dim / 2u]; }
-  if (BIAS) { let i = layer() * WIDTH + row; shift = vec2<f32>(bias[i], bias[i + 1u]); }
+  if (BIAS) { let i = slot() * WIDTH + row; shift = vec2<f32>(bias[i], bias[i + 1u]); }
   begun = true;
 }
 fn emit(token: u32, part_row: u32, v: vec2<f32>) {

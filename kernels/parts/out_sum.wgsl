@@ -11,9 +11,9 @@ const BIAS: bool = false;
 @group(0) @binding(4) var<storage, read> bias: array<f32>;
 var<private> before: vec2<f32>;
 fn begin(token: u32, row: u32) {
-  let i = layer() * WIDTH + ROW0 + min(row, N - 2u);
-  before = old[later() + (layer() * GAP + i) / 2u];
-  if (BIAS) { before += vec2<f32>(bias[i], bias[i + 1u]); }
+  let i = ROW0 + min(row, N - 2u);
+  before = old[later() + (layer() * (WIDTH + GAP) + i) / 2u];
+  if (BIAS) { before += vec2<f32>(bias[slot() * WIDTH + i], bias[slot() * WIDTH + i + 1u]); }
 }
 fn emit(token: u32, row: u32, v: vec2<f32>) {
   if (row < N) { y[((layer() + UP) * (WIDTH + GAP) + ROW0 + row) / 2u] = before + v; }

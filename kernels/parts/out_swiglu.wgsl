@@ -9,7 +9,7 @@ fn begin(token: u32, row: u32) {}
 fn emit(token: u32, row: u32, v: vec2<f32>) {
   if (row >= N) { return; }
   var gu = v;
-  if (BIAS) { let i = layer() * WIDTH + ROW0 + row; gu += vec2<f32>(bias[i], bias[i + 1u]); }
+  if (BIAS) { let i = slot() * WIDTH + ROW0 + row; gu += vec2<f32>(bias[i], bias[i + 1u]); }
   y[layer() * GAP + ((layer() + token) * WIDTH + ROW0 + row) / 2u] = gu.x / (1.0 + exp(-gu.x)) * gu.y;
 }
 fn finish(group: u32, token0: u32, index: u32) {}

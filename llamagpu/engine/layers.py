@@ -5,18 +5,19 @@ to each other, with gaps: no line of memory is read before all of it has been wr
 it has read in a cache of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import wgpu
 
 from llamagpu.engine import ops
-from llamagpu.engine.weights import Layer, Matrix, Part, Weights
+from llamagpu.engine.weights import Layer, Matrix, Weights
 from llamagpu.files.config import LlamaConfig
 from llamagpu.gpu import routes
-from llamagpu.gpu.device import Dispatch, Gpu, Slice, nbytes, with_gaps
+from llamagpu.gpu.device import Dispatch, Gpu, Slice, whole, with_gaps
 from llamagpu.gpu.join import Stage
 from llamagpu.gpu.recorder import Plan, Recorder
 from llamagpu.gpu.shaders import Const, constants
@@ -39,34 +40,30 @@ def buffers_of(layer: Layer) -> list[Any]:
     return found
 
 
-def with_buffers(layer: Layer, take: Callable[[Any], Any]) -> Layer:
-    """The layer with take(buffer) for each of its buffers, in the order of `buffers_of`."""
-
-    def part(p: Part) -> Part:
-        return replace(p, words=take(p.words), scales=None if p.scales is None else take(p.scales))
-
-    def matrix(m: Matrix) -> Matrix:
-        return replace(m, parts=tuple(map(part, m.parts)), bias=None if m.bias is None else take(m.bias))
-
-    attn_norm, ffn_norm = take(layer.attn_norm), take(layer.ffn_norm)
-    qkv, attn_output, *gate_up, ffn_down = map(matrix, matrices(layer))
-    return Layer(attn_norm, qkv, attn_output, ffn_norm, tuple(gate_up), ffn_down)
-
-
 def stage_fits(layer: Layer) -> bool:
     parts = [part for matrix in matrices(layer) for part in matrix.parts]
     return len(layer.gate_up) == 1 and all(routes.one(part.shape(1)) for part in parts)
 
 
-def follows(after: Any, before: Any) -> bool:
-    """Whether one buffer lies right behind the other."""
-    both = isinstance(after, Slice) and isinstance(before, Slice)
-    return both and after.buffer is before.buffer and after.offset == before.offset + before.size
+def on_shelves(matrix: Matrix) -> Matrix:
+    """The matrices of all layers that lie on the same shelves."""
+    parts = tuple(replace(p, words=whole(p.words), scales=whole(p.scales)) for p in matrix.parts)
+    return replace(matrix, parts=parts, bias=whole(matrix.bias))
 
 
 def span(first: Any, count: int) -> Any:
     """The place of `count` layers on a shelf, the first of them given."""
     return Slice(first.buffer, first.offset, count * first.size) if isinstance(first, Slice) else first
+
+
+def shelf_of(matrix: Matrix) -> tuple[int, ...]:
+    """The same for layers whose matrix lies on the same shelves."""
+    return tuple(id(whole(buffer)) for part in matrix.parts for buffer in part.buffers.values())
+
+
+def slot_of(matrix: Matrix) -> int:
+    words = matrix.parts[0].words
+    return int(words.offset // words.size) if isinstance(words, Slice) else 0
 
 
 def layer_stride(width: int) -> int:
@@ -90,35 +87,40 @@ class JoinedLayers:
         self.kv_f32, self.exact = kv_f32, "" if fast else "_f32"
         c = config
         self.crew = routes.crews(c.dim, gpu.caps)[0]
-        self.counts: dict[int, Any] = {}  # buffers that say how many layers
+        self.tables: dict[bytes, Any] = {}  # of layers
         # queries, the residual stream after attention, silu(gate) * up, and attention's splits
         rows = [c.layers * layer_stride(width) for width in handed_on(c)]
         self.q, self.mid, self.act, self.partial, self.stats = with_gaps(gpu, rows, "by layer")
 
     def free(self) -> None:
-        self.gpu.free(self.q.buffer, *self.counts.values())
+        self.gpu.free(self.q.buffer, *self.tables.values())
 
     def dispatches(self, caches: list[tuple[Any, Any]], rope: Any) -> list[Dispatch]:
-        """One for each run of layers whose weights and caches lie one behind the other."""
+        """One for each section of layers whose weights and caches are in the same bindings; layers of different types
+        are in one where a kernel may bind enough."""
         layers = self.weights.layers
-        kinds = [with_buffers(layer, nbytes) for layer in layers]
-        places = [[*buffers_of(layer), *pair] for layer, pair in zip(layers, caches, strict=True)]
-        starts = [0] + [
-            i for i in range(1, len(layers))
-            if kinds[i] != kinds[i - 1] or not all(map(follows, places[i], places[i - 1]))
-        ]  # fmt: skip
-        found = []
-        for start, stop in zip(starts, [*starts[1:], len(layers)], strict=True):
-            stages = self.stages(start, stop - start, *caches[start], rope)
-            found.append(self.gpu.joined(stages, self.crew.count, self.meeting, self.count_of(stop - start)))
+
+        def section(i: int, alike: bool) -> tuple[int, ...]:
+            own = [b for b in buffers_of(layers[i]) if alike or not isinstance(b, Slice)]
+            return tuple(id(whole(b)) for b in (layers[i].attn_norm, layers[i].ffn_norm, *caches[i], *own))
+
+        found: list[Dispatch] = []
+        for alike in (False, True):
+            found = []
+            for _, group in groupby(range(len(layers)), lambda i, alike=alike: section(i, alike)):  # type: ignore[misc]
+                members = list(group)
+                stages = self.stages(members, *caches[members[0]], rope)
+                found.append(self.gpu.joined(stages, self.crew.count, self.meeting, self.table(members)))
+            if max(len(d.buffers) for d in found) - 2 <= self.gpu.caps.storage_buffers:  # but the step and the table
+                break
         return found
 
-    def stages(self, start: int, count: int, k_cache: Any, v_cache: Any, rope: Any) -> list[Stage]:
-        c, gpu = self.config, self.gpu
-        layer = with_buffers(self.weights.layers[start], lambda buffer: span(buffer, count))
+    def stages(self, members: list[int], k_cache: Any, v_cache: Any, rope: Any) -> list[Stage]:
+        c, gpu, count = self.config, self.gpu, len(members)
+        first = self.weights.layers[members[0]]
         k_cache, v_cache = span(k_cache, count), span(v_cache, count)
-        x = Slice(self.x, start * layer_stride(c.dim), (count + 1) * layer_stride(c.dim))
-        gate_up = layer.gate_up[0]
+        attn_norm, ffn_norm = span(first.attn_norm, count), span(first.ffn_norm, count)
+        x = Slice(self.x, members[0] * layer_stride(c.dim), (count + 1) * layer_stride(c.dim))
         splits: dict[str, Const] = {"WINDOW": c.sliding_window, "MOST_SPLITS": routes.joined_splits(c.kv_heads)}
         own: dict[str, Const] = {
             "STRANDS": routes.joined_strands(c.heads // c.kv_heads, self.crew, gpu.caps),
@@ -130,36 +132,65 @@ class JoinedLayers:
             more=splits | own, parts=("splits_now",),
         )  # fmt: skip
         merged = ops.Made({"stats": self.stats}, splits | {"HEAD_DIM": c.head_dim}, ("splits_now",))
-        to_qkv = ops.qkv(c, layer.qkv, self.q, k_cache, v_cache, rope, self.kv_f32)
-        to_mid, to_x = ops.sum_to(self.mid, x, layer.attn_output), ops.sum_to(x, self.mid, layer.ffn_down, up=1)
+
+        def linear(column: int, x: Any, out: Callable[[Matrix], ops.Out], inputs: str, made: ops.Made) -> list[Stage]:
+            return [
+                replace(stage, column=column, variant=number)
+                for number, matrix in enumerate(self.variants(members, column).values())
+                for stage in self.linear(x, on_shelves(matrix), out, inputs, made)
+            ]
+
+        def to_qkv(matrix: Matrix) -> ops.Out:
+            return ops.qkv(c, matrix, self.q, k_cache, v_cache, rope, self.kv_f32)
+
         return [
-            *self.linear(x, layer.qkv, to_qkv, "norm", self.norm(layer.attn_norm)),
+            *linear(0, x, to_qkv, "norm", self.norm(attn_norm)),
             Stage(attention.source, attention.buffers, (c.kv_heads, "split_count()", 1)),
-            *self.linear(self.partial, layer.attn_output, to_mid, "merge", merged),
-            *self.linear(self.mid, gate_up, ops.swiglu(self.act, gate_up), "norm", self.norm(layer.ffn_norm)),
-            *self.linear(self.act, layer.ffn_down, to_x, "norm", ops.Made({}, {"NORM": False})),
+            *linear(1, self.partial, lambda m: ops.sum_to(self.mid, x, m), "merge", merged),
+            *linear(2, self.mid, lambda m: ops.swiglu(self.act, m), "norm", self.norm(ffn_norm)),
+            *linear(3, self.act, lambda m: ops.sum_to(x, self.mid, m, up=1), "norm", ops.Made({}, {"NORM": False})),
         ]
+
+    def variants(self, members: Sequence[int], column: int) -> dict[tuple[int, ...], Matrix]:
+        """The different matrices that layers have there, by the shelves that they lie on."""
+        found: dict[tuple[int, ...], Matrix] = {}
+        for i in members:
+            matrix = matrices(self.weights.layers[i])[column]
+            found.setdefault(shelf_of(matrix), matrix)
+        return found
 
     def norm(self, weight: Any) -> ops.Made:
         return ops.Made({"norm": weight}, {"EPS": self.config.norm_eps})
 
-    def linear(self, x: Any, matrix: Matrix, out: ops.Out, inputs: str, made: ops.Made) -> list[Stage]:
+    def linear(
+        self, x: Any, matrix: Matrix, out: Callable[[Matrix], ops.Out], inputs: str, made: ops.Made
+    ) -> list[Stage]:
         found = []
         for part in matrix.parts:
             route = routes.joined_linear(part.shape(1, inputs + self.exact), self.crew, self.gpu.caps)
             one = replace(matrix, parts=(part,))
-            (d,) = ops.linear(self.gpu, x, one, 1, out, self.step, inputs + self.exact, (route,), made)
-            found.append(Stage(d.source, d.buffers, d.grid, last=part is matrix.parts[-1]))
+            (d,) = ops.linear(self.gpu, x, one, 1, out(matrix), self.step, inputs + self.exact, (route,), made)
+            found.append(Stage(d.source, d.buffers, d.grid))
         return found
 
-    def count_of(self, layers: int) -> Any:
-        if layers not in self.counts:
-            self.counts[layers] = self.gpu.upload(np.array([layers], np.uint32), "layers", wgpu.BufferUsage.UNIFORM)
-        return self.counts[layers]
+    def table(self, members: Sequence[int]) -> Any:
+        """What `join` wants to know of the layers."""
+        rows, shelves = [[len(members), 0, 0, 0]], [list(self.variants(members, column)) for column in range(4)]
+        for i in members:
+            each = zip(matrices(self.weights.layers[i]), shelves, strict=True)
+            rows.append([known.index(shelf_of(matrix)) << 16 | slot_of(matrix) for matrix, known in each])
+        return self.counted(np.array(rows, np.uint32))
+
+    def counted(self, rows: np.ndarray[Any, Any]) -> Any:
+        key = rows.tobytes()
+        if key not in self.tables:
+            self.tables[key] = self.gpu.upload(rows, "layers", wgpu.BufferUsage.UNIFORM)
+        return self.tables[key]
 
     def find_crew(self, caches: list[tuple[Any, Any]], rope: Any, recorder: Recorder) -> bool:
         """Try how many workgroups run at the same time and see each other's stores; position 0 of the cache and the
         residual stream are then anything."""
+        relay_table = self.counted(np.array([[RELAY, 0, 0, 0]], np.uint32))
         for crew in routes.crews(self.config.dim, self.gpu.caps):
             self.crew = crew
             self.gpu.write(self.meeting, np.array([0, 0, TRIAL, 0], np.uint32))
@@ -167,7 +198,7 @@ class JoinedLayers:
                 recorder.submit([(Plan(self.dispatches(caches, rope)), 1, 0)])
             except wgpu.GPUError:  # the driver does not take so large a kernel, or so many bindings
                 continue
-            relays = [relayed(self.gpu, crew, self.meeting, self.count_of(RELAY), seed) for seed in (1, 2, 3)]
+            relays = [relayed(self.gpu, crew, self.meeting, relay_table, seed) for seed in (1, 2, 3)]
             met = not self.gpu.read(self.meeting, np.uint32, 2)[1]
             if met and all(np.array_equal(got, want) for got, want in relays):
                 self.gpu.write(self.meeting, np.array([PATIENCE], np.uint32), offset=8)

@@ -1,8 +1,7 @@
 """Buffers of layers that are alike, one behind the other, so that a kernel can bind those of many layers at once."""
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from itertools import groupby
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,37 +12,33 @@ from llamagpu.gpu.device import ALIGN, Gpu, Slice
 
 
 class Shelves:
-    """Where buffers come from: those of a layer from the shelf of its run, all others by themselves."""
+    """Where buffers come from: those of a layer from the shelf of all layers that have the same there, any others by
+    themselves. A kernel binds whole shelves, so layers come in sections of at most `most`."""
 
-    def __init__(self, gpu: Gpu, runs: Sequence[range] = ()) -> None:
-        self.gpu, self.run_of = gpu, {layer: run for run in runs for layer in run}
-        self.shelves: dict[tuple[int, str, int], Any] = {}
+    def __init__(self, gpu: Gpu, kinds: Sequence[Mapping[str, Hashable]] = (), most: int = 1) -> None:
+        self.gpu, self.kinds, self.most = gpu, kinds, most  # kinds: by layer, what its matrices are made of
+        self.shelves: dict[tuple[Hashable, ...], Any] = {}
         self.given: Counter[str] = Counter()
 
     def room(self, nbytes: int, label: str, layer: int | None = None) -> Any:
         """A buffer, or a slice of a shelf; a layer may ask several times for one label."""
         self.given[f"{layer} {label}"] += 1
-        run = self.run_of.get(layer) if layer is not None else None
-        most = min(self.gpu.caps.binding_bytes, self.gpu.limits["max-buffer-size"])
-        if layer is None or run is None or nbytes % ALIGN or len(run) * nbytes > most:
+        room = min(self.gpu.caps.binding_bytes, self.gpu.limits["max-buffer-size"])
+        if layer is None or not self.kinds or nbytes % ALIGN:
             return self.gpu.zeros(nbytes, label)
-        key = run.start, label.removeprefix(f"blk.{layer}."), self.given[f"{layer} {label}"]
+        section, name = layer // self.most, label.removeprefix(f"blk.{layer}.")
+        kind = self.kinds[layer].get(name.split(".")[0])
+        alike = [i for i, k in enumerate(self.kinds) if i // self.most == section and k.get(name.split(".")[0]) == kind]
+        if len(alike) * nbytes > room:
+            return self.gpu.zeros(nbytes, label)
+        key = section, name, self.given[f"{layer} {label}"], kind
         if key not in self.shelves:
-            self.shelves[key] = self.gpu.zeros(len(run) * nbytes, label)
-        if self.shelves[key].size != len(run) * nbytes:
+            self.shelves[key] = self.gpu.zeros(len(alike) * nbytes, label)
+        if self.shelves[key].size != len(alike) * nbytes:
             raise BadFile(f"{label} is not of the type that the file says", AGAIN)
-        return Slice(self.shelves[key], (layer - run.start) * nbytes, nbytes)
+        return Slice(self.shelves[key], alike.index(layer) * nbytes, nbytes)
 
     def upload(self, data: np.ndarray[Any, Any], label: str, layer: int | None = None) -> Any:
         buffer = self.room(data.nbytes, label, layer)
         self.gpu.write(buffer, data)
         return buffer
-
-
-def runs_of(kinds: Sequence[Hashable], most: int) -> list[range]:
-    """Neighbours of the same kind, at most so many together."""
-    found: list[range] = []
-    for _, group in groupby(range(len(kinds)), key=lambda i: kinds[i]):
-        layers = list(group)
-        found += [range(i, min(i + most, layers[-1] + 1)) for i in range(layers[0], layers[-1] + 1, most)]
-    return found

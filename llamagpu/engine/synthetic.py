@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from llamagpu.engine.shelves import Shelves, runs_of
+from llamagpu.engine.shelves import Shelves
 from llamagpu.engine.tiled import upload_tiles
 from llamagpu.engine.weights import Layer, Matrix, Part, Weights, joinable
 from llamagpu.errors import LlamaGpuError
@@ -91,11 +91,11 @@ def synthetic_weights(gpu: Gpu, config: LlamaConfig, quant: str, tiled: bool = F
         few = layer < c.layers // 8 or layer >= 7 * c.layers // 8 or (layer - c.layers // 8) % 3 == 2
         return some if few else most
 
-    runs: list[range] = []
+    shelves = Shelves(gpu)
     if not tiled and joinable(c, gpu, fast=True):
         widest = 2 * c.ffn_dim * c.dim * max(row_bits(fitting(kind, c.dim), gpu) for kind in MIXES[quant]) // 8
-        runs = runs_of([special(i) for i in range(c.layers)], max(1, gpu.caps.binding_bytes // widest))
-    shelves = Shelves(gpu, runs)
+        kinds = [dict.fromkeys(("qkv", "ffn_down"), special(i)) for i in range(c.layers)]
+        shelves = Shelves(gpu, kinds, max(1, gpu.caps.binding_bytes // widest))
 
     def matrix(kinds: list[tuple[str, int]], k: int, label: str, layer: int | None = None) -> Matrix:
         """Rows in these types, one after the other; neighbours of one type are one part."""

@@ -4,6 +4,7 @@ Repacking runs in threads a few tensors ahead of the upload, so the host never h
 """
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llamagpu.engine.shelves import Shelves, runs_of
+from llamagpu.engine.shelves import Shelves
 from llamagpu.files.config import LlamaConfig
 from llamagpu.files.gguf_file import RawTensor
 from llamagpu.files.packed_file import PackedTensors
@@ -185,7 +186,7 @@ def load_weights(
 ) -> Weights:
     """Everything on the device; `fast` rounds f32 scales to f16."""
     jobs = list(matrix_jobs(tensors, config, repack if gpu.caps.cpu else repack_small))
-    shelves = Shelves(gpu, alike(tensors, config, gpu) if joinable(config, gpu, fast) else ())
+    shelves = Shelves(gpu, *kinds_of(tensors, config, gpu)) if joinable(config, gpu, fast) else Shelves(gpu)
     done: dict[str, Any] = {}
     for count, (label, (packed, bias)) in enumerate(ahead(jobs)):
         done[label] = upload_matrix(gpu, packed, label, bias, fast, partial(shelves.upload, layer=layer_of(label)))
@@ -207,17 +208,18 @@ def joinable(config: LlamaConfig, gpu: Gpu, fast: bool) -> bool:
     return routes.joinable(c.dim, c.ffn_dim, routes.Heads(c.heads, c.kv_heads, c.head_dim), fast, gpu.caps)
 
 
-def alike(tensors: Tensors, config: LlamaConfig, gpu: Gpu) -> list[range]:
-    """Layers that such a kernel can run one after another: of the same types, and no more than a binding holds of their
-    largest matrices (gate and up are one)."""
-    stored: list[dict[str, RawTensor]] = [{} for _ in range(config.layers)]
-    for name, tensor in tensors.items():
-        if (layer := layer_of(name)) is not None and layer < config.layers:
-            stored[layer][name.split(".", 2)[2]] = tensor
-    kinds = [tuple(sorted((name, t.kind) for name, t in layer.items())) for layer in stored]
-    matrices = [t for layer in stored for t in layer.values() if len(t.shape) == 2]
+def kinds_of(tensors: Tensors, config: LlamaConfig, gpu: Gpu) -> tuple[list[dict[str, tuple[str, ...]]], int]:
+    """For each layer the types of its matrices, and how many layers' largest matrix (gate and up) a binding holds."""
+    found: list[dict[str, tuple[str, ...]]] = []
+    for i in range(config.layers):
+        of = {name.split(".", 2)[2]: t.kind for name, t in tensors.items() if layer_of(name) == i}
+        qkv = tuple(f"{name} {kind}" for name, kind in sorted(of.items()) if re.match("attn_[qkv]\\.", name))
+        gate_up = tuple(f"{name} {kind}" for name, kind in sorted(of.items()) if re.match("ffn_(gate|up)\\.", name))
+        rest = {name.removesuffix(".weight"): (kind,) for name, kind in of.items() if name.endswith(".weight")}
+        found.append(rest | {"qkv": qkv, "gate_up": gate_up})
+    matrices = [t for name, t in tensors.items() if layer_of(name) is not None and len(t.shape) == 2]
     largest = 2 * max(t.shape[0] * row_bytes(t.kind, t.shape[1])[0] for t in matrices)
-    return runs_of(kinds, max(1, gpu.caps.binding_bytes // largest))
+    return found, max(1, gpu.caps.binding_bytes // largest)
 
 
 def norm_names(config: LlamaConfig) -> list[str]:

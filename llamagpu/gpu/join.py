@@ -8,9 +8,10 @@ less, and a stage has its first weights on their way before it (see parts/meet.w
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-from llamagpu.gpu.shaders import compose, read
+from llamagpu.gpu.shaders import Const, compose, read
 
 NAMES = re.compile(r"^(?:const|fn|struct|alias|var<private>|var<workgroup>) (\w+)", re.M)
 BOUND = re.compile(r"^@group\(0\) @binding\(\d+\) var<([^>]+)> (\w+): ([^;]+);.*$", re.M)
@@ -27,20 +28,23 @@ class Stage:
     source: str
     buffers: dict[str, Any]
     grid: tuple[int | str, ...]  # x, y, z; a string is WGSL
-    last: bool = True  # what it stores is read by the next stage: all meet
+    column: int | None = None  # of the layers' table, for stages with weights: stages of one column are one, ...
+    variant: int = 0  # ... of which a layer takes those of one variant
 
 
 def join(
     stages: Sequence[Stage], workgroups: int, subgroup: int, meeting: Any, layers: Any
 ) -> tuple[str, dict[str, Any]]:
     """The source of a kernel that runs the stages for each layer, and its buffers by name. The names of a stage get its
-    number; buffers and workgroup memory are declared once, and what any stage writes is writable for all."""
+    number; buffers and workgroup memory are declared once, and what any stage writes is writable for all. `layers` is
+    a table: how many, then for each layer and column the variant it takes (upper half) and the slot of its weights."""
     bound = [(mode, s.buffers[name]) for s in stages for mode, name, _ in BOUND.findall(s.source)]
     written = {identity(buffer) for mode, buffer in bound if "write" in mode}
     buffers: dict[str, Any] = {"meeting": meeting, "layers": layers}
     known: dict[tuple[Any, str], str] = {}  # names of buffers, by the type they are bound as
     memory: dict[tuple[str, str], list[str]] = {}  # sizes of workgroup memory, by name and type
-    texts, calls = [compose("meet", (), {"WORKGROUPS": workgroups, "SUBGROUP": subgroup})], []
+    consts: dict[str, Const] = {"WORKGROUPS": workgroups, "SUBGROUP": subgroup, "TABLE": layers.size // 16}
+    texts = [compose("meet", (), consts)]
     for number, stage in enumerate(stages):
         text = stage.source.replace(read("alone"), "")
         new = {name: f"{name}_{number}" for name in NAMES.findall(text)}
@@ -68,8 +72,6 @@ def join(
         assert not fields & set(new), f"fields that are called like something else: {fields & set(new)}"
         names = re.compile(rf"(?<![\w.])({'|'.join(new)})\b")
         texts.append(names.sub(lambda found, new=new: new[found[1]], text))  # type: ignore[misc]
-        after = "arrive(index)" if stage.last else "workgroupBarrier()"
-        calls.append(f"    stage_{number}(group.x, index);\n    {after};\n")
     for (name, kind), sizes in memory.items():
         texts.append(f"var<workgroup> {shared_name(name, kind)}: array<{kind}, {largest(sizes)}>;")
     size = re.search(r"const WORKGROUP: u32 = (\w+);", stages[0].source)
@@ -78,9 +80,27 @@ def join(
         f"@compute @workgroup_size({size[1]})\n"
         "fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32,\n"
         "        @builtin(subgroup_size) lanes: u32) {\n  start(lanes, index);\n"
-        f"  for (at_layer = 0u; at_layer < layers.x; at_layer++) {{\n{''.join(calls)}  }}\n}}\n"
+        f"  for (at_layer = 0u; at_layer < layers[0].x; at_layer++) {{\n{calls(stages)}  }}\n}}\n"
     )
     return "\n".join(texts), buffers
+
+
+def calls(stages: Sequence[Stage]) -> str:
+    """What is done for a layer. Stages of one column do not need each other's results: all meet after the last."""
+    text = ""
+    steps = groupby(enumerate(stages), lambda s: (s[1].column, s[0] if s[1].column is None else 0))
+    for (column, _), step in steps:
+        branches = []
+        for variant, parts in groupby(step, lambda s: s[1].variant):
+            run = " workgroupBarrier(); ".join(f"stage_{number}(group.x, index);" for number, _ in parts)
+            branches.append(f"if (place >> 16u == {variant}u) {{ {run} }}")
+        if column is not None:
+            text += f"    {{\n    let place = layers[at_layer + 1u].{'xyzw'[column]};\n    at_slot = place & 0xFFFFu;\n"
+            text += f"    {' else '.join(branches) if len(branches) > 1 else run}\n    }}\n"
+        else:
+            text += f"    {run}\n"
+        text += "    arrive(index);\n"
+    return text
 
 
 def call(main: str, stage: Stage, workgroups: int, waits: bool) -> str:

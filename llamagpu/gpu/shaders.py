@@ -47,7 +47,7 @@ def compose(kernel: str, parts: tuple[str, ...], consts: dict[str, Const]) -> st
     seen: set[str] = set()
     lines = []
     whole = "\n".join(read(name) for name in (*parts, kernel))
-    if re.search(r"(?<!fn )\b(layer\(\)|wait\(index)", whole):
+    if re.search(r"(?<!fn )\b(layer\(\)|slot\(\)|wait\(index)", whole):
         whole = read("alone") + "\n" + whole
     for line in whole.splitlines():
         name = declared_name(line)

@@ -154,7 +154,7 @@ def copy(gpu: Gpu) -> Answer:
 
 def relay(gpu: Gpu) -> Answer:
     """The first crew that runs at the same time; one alone where layers are not joined."""
-    count = gpu.upload(np.array([RELAY], np.uint32), "layers", wgpu.BufferUsage.UNIFORM)
+    count = gpu.upload(np.array([RELAY, 0, 0, 0], np.uint32), "layers", wgpu.BufferUsage.UNIFORM)
     for crew in (*(routes.crews(2048, gpu.caps) if gpu.caps.join else ()), routes.Crew(1, 256)):
         meeting = gpu.upload(np.array([0, 0, TRIAL, 0], np.uint32), "meeting")
         answers = [relayed(gpu, crew, meeting, count, seed) for seed in (1, 2, 3)]
