@@ -165,11 +165,16 @@ class JoinedLayers:
     def linear(
         self, x: Any, matrix: Matrix, out: Callable[[Matrix], ops.Out], inputs: str, made: ops.Made
     ) -> list[Stage]:
-        found = []
+        """A stage for each part; all take the inputs that the first has made, if all of their workgroups have."""
+        found: list[Stage] = []
+        busy: list[int] = []
         for part in matrix.parts:
             route = routes.joined_linear(part.shape(1, inputs + self.exact), self.crew, self.gpu.caps)
             one = replace(matrix, parts=(part,))
-            (d,) = ops.linear(self.gpu, x, one, 1, out(matrix), self.step, inputs + self.exact, (route,), made)
+            busy.append(min(self.crew.count, ops.workgroups(self.gpu, route, part.shape(1))))
+            ready = bool(found) and busy[-1] <= busy[0]
+            own = replace(made, consts=made.consts | {"READY": ready})
+            (d,) = ops.linear(self.gpu, x, one, 1, out(matrix), self.step, inputs + self.exact, (route,), own)
             found.append(Stage(d.source, d.buffers, d.grid))
         return found
 
