@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llamagpu.engine import weights
 from llamagpu.engine.layers import PATIENCE, buffers_of
 from llamagpu.engine.llama import Transformer
 from llamagpu.engine.shelves import Shelves
-from llamagpu.engine.weights import load_weights
+from llamagpu.engine.weights import kinds_of, load_weights
 from llamagpu.errors import BadFile, DeviceLost
 from llamagpu.files.config import LlamaConfig
 from llamagpu.files.packed_file import PackedFile
@@ -24,7 +25,7 @@ from llamagpu.gpu.routes import Crew
 from llamagpu.gpu.shaders import compose
 from llamagpu.tools.convert.convert import convert, open_source, plan
 from tests.conftest import open_gpu
-from tests.gguf_builder import tiny_llama
+from tests.gguf_builder import tiny_llama, tiny_parts, write_gguf
 from tests.test_model import by_name, check_against_reference, logits_after, open_model, tokens
 
 
@@ -40,9 +41,9 @@ def join_gpu() -> Any:
 def load(gpu: Any, path: Path, context: int = 64, chunk: int = 16, fast: bool = False, **more: Any) -> Transformer:
     file, config = open_model(path)
     factors = file.tensors.get("rope_freqs.weight")
-    weights = load_weights(file.tensors, config, gpu, fast=fast)
+    stored = load_weights(file.tensors, config, gpu, fast=fast)
     freqs = None if factors is None else small(factors)
-    return Transformer(gpu, config, weights, freqs, context, chunk=chunk, fast=fast, **more)
+    return Transformer(gpu, config, stored, freqs, context, chunk=chunk, fast=fast, **more)
 
 
 SHAPE: dict[str, Any] = dict(dim=128, heads=2, kv_heads=1, head_dim=64, ffn=192, layers=3, kind="Q4_0")
@@ -53,8 +54,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "biases": SHAPE | dict(biases=True, kind="Q8_0"),
     "sliding window": SHAPE | dict(metadata={"llama.attention.sliding_window": 5}),
     "qwen2, head_dim 128": SHAPE | dict(arch="qwen2", head_dim=128, kind="F16"),
-    # groups of 16 in 6 bits, and the second layer unlike its neighbours in two stages
     "two kinds of down": SHAPE | dict(kind=by_name(**{"1.ffn_down": "Q8_0", "": "Q4_0"}), layers=4),
+    "two kinds of v": SHAPE | dict(kind=by_name(**{"1.attn_v": "Q8_0", "3.attn_v": "Q8_0", "": "Q4_0"}), layers=4),
+    "four kinds of down": SHAPE | dict(layers=6, kind=by_name(**{
+        "1.ffn_down": "Q8_0", "4.ffn_down": "Q8_0", "2.ffn_down": "Q4_0", "5.ffn_down": "Q4_1", "": "F16"})),
+    # groups of 16 in 6 bits, and the second layer unlike its neighbours in two stages
     "mixed": SHAPE | dict(dim=256, ffn=256, kind=by_name(**{"1.attn_v": "Q6_K", "1.ffn_down": "Q6_K", "": "Q4_K"})),
 }  # fmt: skip
 
@@ -68,6 +72,46 @@ def test_joined_layers(join_gpu, tmp_path, name, fast):
     kernels = 3 if name == "mixed" and join_gpu.caps.storage_buffers < 34 else 1
     assert [d.label for d in model.plan(1).dispatches].count("layers") == kernels
     check_against_reference(model, path)
+
+
+LACKING = (("0.attn_q", "0.attn_k", "0.attn_v"), ("0.attn_output",), ("1.ffn_down",))
+
+
+@pytest.mark.parametrize("lacking", LACKING, ids=str)
+def test_a_bias_that_some_layers_lack(join_gpu, tmp_path, lacking):
+    """Zeros, or not in the file at all: another variant, or zeros on the shelf."""
+    keys, tensors = tiny_parts(**SHAPE | dict(biases=True, kind="Q8_0"))
+    for name in lacking:
+        kind, shape, data = tensors.pop(f"blk.{name}.bias")
+        if len(lacking) > 1:
+            tensors[f"blk.{name}.bias"] = kind, shape, bytes(len(data))
+    path = write_gguf(tmp_path / "m.gguf", keys, tensors)
+    model = load(join_gpu, path, kv_f32=True)
+    assert model.joined
+    check_against_reference(model, path)
+
+
+def test_a_matrix_that_does_not_fit_a_shelf(join_gpu, tmp_path, monkeypatch):
+    """Its words stand alone, its scales do not; every layer reads its own."""
+    monkeypatch.setattr(join_gpu, "caps", replace(join_gpu.caps, binding_bytes=1 << 17))
+    monkeypatch.setattr(weights, "kinds_of", lambda *rest: (kinds_of(*rest)[0], 4))
+    kinds = by_name(attn_q="Q8_0", attn_k="Q8_0", attn_v="Q8_0", **{"": "Q4_0"})
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(kv_heads=2, layers=4, kind=kinds))
+    model = load(join_gpu, path, kv_f32=True)
+    part = model.weights.layers[1].qkv.parts[0]
+    assert model.joined and not isinstance(part.words, Slice) and isinstance(part.scales, Slice)
+    check_against_reference(model, path)
+
+
+@pytest.mark.parametrize("other, ready", [("attn_q", "false"), ("attn_v", "true")])
+def test_parts_share_inputs_where_the_first_has_made_them_everywhere(join_gpu, tmp_path, other, ready):
+    """By the kernels' text: with one workgroup they always have."""
+    shape = SHAPE | dict(kv_heads=2, kind=by_name(**{other: "Q8_0", "": "F16"}))
+    model = load(join_gpu, tiny_llama(tmp_path / "m.gguf", **shape))
+    model.joined.crew = Crew(128, 512)
+    stages = model.joined.stages([0, 1, 2], *model.caches[0], model.rope)
+    found = [re.findall(r"const READY: bool = (\w+);", stage.source) for stage in stages]
+    assert found[0] == ["false"] and found[1] == [ready]
 
 
 def test_a_long_context_is_split_and_joined(join_gpu, tmp_path):

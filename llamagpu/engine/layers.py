@@ -1,13 +1,13 @@
-"""Decode in few dispatches: runs of like layers, each run one kernel (gpu/join.py).
+"""Decode in few dispatches: all layers are one kernel (gpu/join.py), or as many as its bindings reach.
 
-The weights of a run lie one behind the other (engine/shelves.py), and so do the cache and everything that stages hand
+Weights of one type lie one behind the other (engine/shelves.py), and so do the cache and everything that stages hand
 to each other, with gaps: no line of memory is read before all of it has been written, since a workgroup may keep what
 it has read in a cache of its own.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 import numpy as np
@@ -33,11 +33,7 @@ def matrices(layer: Layer) -> tuple[Matrix, ...]:
 
 def buffers_of(layer: Layer) -> list[Any]:
     """Every buffer of a layer, in order."""
-    found = [layer.attn_norm, layer.ffn_norm]
-    for matrix in matrices(layer):
-        found += [b for part in matrix.parts for b in part.buffers.values()]
-        found += [] if matrix.bias is None else [matrix.bias]
-    return found
+    return [layer.attn_norm, layer.ffn_norm, *(b for matrix in matrices(layer) for b in buffers_in(matrix))]
 
 
 def stage_fits(layer: Layer) -> bool:
@@ -45,8 +41,20 @@ def stage_fits(layer: Layer) -> bool:
     return len(layer.gate_up) == 1 and all(routes.one(part.shape(1)) for part in parts)
 
 
+def buffers_in(matrix: Matrix) -> list[Any]:
+    found = [buffer for part in matrix.parts for buffer in part.buffers.values()]
+    return found if matrix.bias is None else [*found, matrix.bias]
+
+
+def shelved(matrix: Matrix) -> bool:
+    """All of it, or what is on shelves counts as this layer's own."""
+    return all(isinstance(buffer, Slice) for buffer in buffers_in(matrix))
+
+
 def on_shelves(matrix: Matrix) -> Matrix:
     """The matrices of all layers that lie on the same shelves."""
+    if not shelved(matrix):
+        return matrix
     parts = tuple(replace(p, words=whole(p.words), scales=whole(p.scales)) for p in matrix.parts)
     return replace(matrix, parts=parts, bias=whole(matrix.bias))
 
@@ -58,12 +66,14 @@ def span(first: Any, count: int) -> Any:
 
 def shelf_of(matrix: Matrix) -> tuple[int, ...]:
     """The same for layers whose matrix lies on the same shelves."""
-    return tuple(id(whole(buffer)) for part in matrix.parts for buffer in part.buffers.values())
+    return matrix.bias is None, *(id(whole(buffer)) for buffer in buffers_in(matrix))
 
 
 def slot_of(matrix: Matrix) -> int:
-    words = matrix.parts[0].words
-    return int(words.offset // words.size) if isinstance(words, Slice) else 0
+    if not shelved(matrix):
+        return 0
+    (slot,) = {buffer.offset // buffer.size for buffer in buffers_in(matrix)}
+    return int(slot)
 
 
 def layer_stride(width: int) -> int:
@@ -87,6 +97,7 @@ class JoinedLayers:
         self.kv_f32, self.exact = kv_f32, "" if fast else "_f32"
         c = config
         self.crew = routes.crews(c.dim, gpu.caps)[0]
+        self.alike = False  # a kernel for each section of layers of the same types
         self.tables: dict[bytes, Any] = {}  # of layers
         # queries, the residual stream after attention, silu(gate) * up, and attention's splits
         rows = [c.layers * layer_stride(width) for width in handed_on(c)]
@@ -105,7 +116,7 @@ class JoinedLayers:
             return tuple(id(whole(b)) for b in (layers[i].attn_norm, layers[i].ffn_norm, *caches[i], *own))
 
         found: list[Dispatch] = []
-        for alike in (False, True):
+        for alike in (True,) if self.alike else (False, True):
             found = []
             for _, group in groupby(range(len(layers)), lambda i, alike=alike: section(i, alike)):  # type: ignore[misc]
                 members = list(group)
@@ -196,8 +207,9 @@ class JoinedLayers:
         """Try how many workgroups run at the same time and see each other's stores; position 0 of the cache and the
         residual stream are then anything."""
         relay_table = self.counted(np.array([[RELAY, 0, 0, 0]], np.uint32))
-        for crew in routes.crews(self.config.dim, self.gpu.caps):
-            self.crew = crew
+        mixed = any(len(self.variants(range(self.config.layers), column)) > 1 for column in range(4))
+        for crew, alike in product(routes.crews(self.config.dim, self.gpu.caps), (False, True) if mixed else (False,)):
+            self.crew, self.alike = crew, alike
             self.gpu.write(self.meeting, np.array([0, 0, TRIAL, 0], np.uint32))
             try:
                 recorder.submit([(Plan(self.dispatches(caches, rope)), 1, 0)])

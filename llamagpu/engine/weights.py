@@ -5,7 +5,7 @@ Repacking runs in threads a few tensors ahead of the upload, so the host never h
 
 import os
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -209,7 +209,7 @@ def joinable(config: LlamaConfig, gpu: Gpu, fast: bool) -> bool:
 
 
 def kinds_of(tensors: Tensors, config: LlamaConfig, gpu: Gpu) -> tuple[list[dict[str, tuple[str, ...]]], int]:
-    """For each layer the types of its matrices, and how many layers' largest matrix (gate and up) a binding holds."""
+    """For each layer the types of its matrices, and of how many layers a binding holds the largest."""
     found: list[dict[str, tuple[str, ...]]] = []
     for i in range(config.layers):
         of = {name.split(".", 2)[2]: t.kind for name, t in tensors.items() if layer_of(name) == i}
@@ -217,9 +217,12 @@ def kinds_of(tensors: Tensors, config: LlamaConfig, gpu: Gpu) -> tuple[list[dict
         gate_up = tuple(f"{name} {kind}" for name, kind in sorted(of.items()) if re.match("ffn_(gate|up)\\.", name))
         rest = {name.removesuffix(".weight"): (kind,) for name, kind in of.items() if name.endswith(".weight")}
         found.append(rest | {"qkv": qkv, "gate_up": gate_up})
-    matrices = [t for name, t in tensors.items() if layer_of(name) is not None and len(t.shape) == 2]
-    largest = 2 * max(t.shape[0] * row_bytes(t.kind, t.shape[1])[0] for t in matrices)
-    return found, max(1, gpu.caps.binding_bytes // largest)
+    sizes: Counter[tuple[int, str]] = Counter()
+    for name, t in tensors.items():
+        if (layer := layer_of(name)) is not None and len(t.shape) == 2:
+            role = re.sub(r"attn_[qkv]\b", "qkv", re.sub(r"ffn_(gate|up)\b", "gate_up", name.split(".", 2)[2]))
+            sizes[layer, role] += t.shape[0] * row_bytes(t.kind, t.shape[1])[0]
+    return found, max(1, min(gpu.caps.binding_bytes, gpu.limits["max-buffer-size"]) // max(sizes.values()))
 
 
 def norm_names(config: LlamaConfig) -> list[str]:
