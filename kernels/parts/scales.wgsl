@@ -48,5 +48,6 @@ fn block_scales(s: Scales) -> vec4<f32> {  // (scale, offset) of the first 16 or
     let step = halves(s.words.x);
     found = vec4<f32>(unpack4xI8(s.words.y >> s.skip)) * select(vec4<f32>(step.x), vec4<f32>(step, step), PAIR);
   }
-  return select(vec4<f32>(found.x, 0.0, found.y, 0.0), found, PAIR);
+  if (!PAIR) { found = vec4<f32>(found.x, 0.0, found.y, 0.0); }
+  return found;
 }
