@@ -13,6 +13,7 @@ const WINDOW: u32 = 0u;  // a token sees the last WINDOW positions, its own incl
 const SCALE: f32 = 1.0;
 const SUBGROUP: u32 = 32u;
 const TEAM: u32 = 8u;     // lanes that share a position
+const TAKES: u32 = 2u;    // positions of a team that are on their way together
 const STRANDS: u32 = 2u;  // subgroups per query head, a power of two
 const I8: bool = false;
 const PARTIAL: bool = false;  // leaves partial sums of one split, too
@@ -58,35 +59,45 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   var top = -1e30;
   var total = 0.0;
   let first = begin + group.y * share + subgroup % STRANDS * (SUBGROUP / TEAM) + index % SUBGROUP / TEAM;
-  let rounds = (share + 2u * STRIDE - 1u) / (2u * STRIDE);  // the same for all lanes: they shuffle together
+  let rounds = (share + TAKES * STRIDE - 1u) / (TAKES * STRIDE);  // the same for all lanes: they shuffle together
   for (var r = 0u; r < rounds; r++) {
-    let p0 = first + 2u * r * STRIDE;
-    let p1 = p0 + STRIDE;
-    let row0 = (base + min(p0, end - 1u)) * (HEAD_DIM / 8u) + lane;
-    let row1 = (base + min(p1, end - 1u)) * (HEAD_DIM / 8u) + lane;
-    var s0 = 0.0;
-    var s1 = 0.0;
-    var v0: array<mat2x4<f32>, OCTS>;  // loaded before the scores are known: both wait for memory once
-    var v1: array<mat2x4<f32>, OCTS>;
-    for (var i = 0u; i < OCTS; i++) {
-      let a = key8(row0 + TEAM * i);
-      let b = key8(row1 + TEAM * i);
-      v0[i] = value8(row0 + TEAM * i);
-      v1[i] = value8(row1 + TEAM * i);
-      s0 += dot(q[2u * i], a[0]) + dot(q[2u * i + 1u], a[1]);
-      s1 += dot(q[2u * i], b[0]) + dot(q[2u * i + 1u], b[1]);
+    let p = first + r * TAKES * STRIDE;
+    var keys: array<Oct, TAKES * OCTS>;
+    var values: array<Oct, TAKES * OCTS>;  // loaded before the scores are known: both wait for memory once
+    for (var t = 0u; t < TAKES; t++) {
+      let row = (base + min(p + t * STRIDE, end - 1u)) * (HEAD_DIM / 8u) + lane;
+      for (var i = 0u; i < OCTS; i++) {
+        keys[t * OCTS + i] = key_oct(row + TEAM * i);
+        values[t * OCTS + i] = value_oct(row + TEAM * i);
+      }
     }
-    var s = vec2<f32>(s0, s1);
-    for (var d = 1u; d < TEAM; d <<= 1u) { s += subgroupShuffleXor(s, d); }
-    s = select(vec2<f32>(-1e30), s, vec2<u32>(p0, p1) < vec2<u32>(last));
-    let peak = max(top, max(s.x, s.y));
+    var s = array<f32, TAKES>();
+    for (var t = 0u; t < TAKES; t++) {
+      for (var i = 0u; i < OCTS; i++) {
+        let k = widen(keys[t * OCTS + i]);
+        s[t] += dot(q[2u * i], k[0]) + dot(q[2u * i + 1u], k[1]);
+      }
+    }
+    for (var d = 1u; d < TEAM; d <<= 1u) {
+      for (var t = 0u; t < TAKES; t++) { s[t] += subgroupShuffleXor(s[t], d); }
+    }
+    var peak = top;
+    for (var t = 0u; t < TAKES; t++) {
+      s[t] = select(-1e30, s[t], p + t * STRIDE < last);
+      peak = max(peak, s[t]);
+    }
     let keep = exp(top - peak);
-    let e = select(vec2<f32>(), exp(s - peak), vec2<u32>(p0, p1) < vec2<u32>(last));
-    total = total * keep + e.x + e.y;
     top = peak;
-    for (var i = 0u; i < OCTS; i++) {
-      acc[2u * i] = acc[2u * i] * keep + e.x * v0[i][0] + e.y * v1[i][0];
-      acc[2u * i + 1u] = acc[2u * i + 1u] * keep + e.x * v0[i][1] + e.y * v1[i][1];
+    total *= keep;
+    for (var i = 0u; i < 2u * OCTS; i++) { acc[i] *= keep; }
+    for (var t = 0u; t < TAKES; t++) {
+      let e = select(0.0, exp(s[t] - peak), p + t * STRIDE < last);
+      total += e;
+      for (var i = 0u; i < OCTS; i++) {
+        let v = widen(values[t * OCTS + i]);
+        acc[2u * i] += e * v[0];
+        acc[2u * i + 1u] += e * v[1];
+      }
     }
   }
   // join the positions of the subgroup, then the strands of the head

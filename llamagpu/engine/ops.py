@@ -239,7 +239,7 @@ def attend(
     if route.kernel == "attend_split":
         size = gpu.caps.subgroup
         strands = routes.strands(config.heads // config.kv_heads, config.head_dim, reach, gpu.caps)
-        consts |= {"SUBGROUP": size, "TEAM": min(8, size), "STRANDS": strands, "I8": i8}
+        consts |= {"SUBGROUP": size, "STRANDS": strands, "I8": i8} | routes.teams(config.head_dim, gpu.caps)
         buffers["stats"] = stats or gpu.zeros(m * config.heads * splits * 8, "stats")
         shape = config.kv_heads, splits
     parts = (*parts_of(gpu, route, kv="f32" if kv_f32 else "f16", score="i8" if rough else "f32"), *parts)
