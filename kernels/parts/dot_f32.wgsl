@@ -3,17 +3,24 @@
 const K: u32 = 32u;
 const GROUP: u32 = 32u;
 const PAIR: bool = false;
+const LEAST: f32 = ZERO + f32(SIGNS & 0xFFu);  // what a byte is when the weight is 0
 struct Weights { raw: Raw, s: Scales }
 fn fetch(row: u32, b: u32) -> Weights { return Weights(load_raw(row, b), load_scales(row, b)); }
+// Four bytes as weights, in the last bits of 2^23: cheaper than a conversion (one in eight on an NVIDIA GPU).
+fn floats(bytes: u32) -> vec4<f32> {
+  let b = vec4<u32>(bytes, bytes >> 8u, bytes >> 16u, bytes >> 24u) & vec4<u32>(0xFFu);
+  return bitcast<vec4<f32>>(b | vec4<u32>(0x4B000000u)) - (8388608.0 + LEAST);
+}
 fn dot8(even: u32, odd: u32, a: vec4<f32>, b: vec4<f32>) -> f32 {
-  return dot(vec4<f32>(unpack4xI8(even)) - ZERO, vec4<f32>(a.xz, b.xz))
-       + dot(vec4<f32>(unpack4xI8(odd)) - ZERO, vec4<f32>(a.yw, b.yw));
+  return dot(floats(even), vec4<f32>(a.xz, b.xz)) + dot(floats(odd), vec4<f32>(a.yw, b.yw));
 }
 fn dot32(v: Inputs, w: Weights) -> f32 {
   let p = planes(w.raw);
   let s = block_scales(w.s);
-  let low = dot8(p.even.x, p.odd.x, v.x0, v.x1) + dot8(p.even.y, p.odd.y, v.x2, v.x3);
-  let high = dot8(p.even.z, p.odd.z, v.x4, v.x5) + dot8(p.even.w, p.odd.w, v.x6, v.x7);
+  let even = p.even ^ vec4<u32>(SIGNS);
+  let odd = p.odd ^ vec4<u32>(SIGNS);
+  let low = dot8(even.x, odd.x, v.x0, v.x1) + dot8(even.y, odd.y, v.x2, v.x3);
+  let high = dot8(even.z, odd.z, v.x4, v.x5) + dot8(even.w, odd.w, v.x6, v.x7);
   let first = dot(v.x0 + v.x1 + v.x2 + v.x3, vec4<f32>(1.0));
   let last = dot(v.x4 + v.x5 + v.x6 + v.x7, vec4<f32>(1.0));
   if (GROUP == 16u) { return s.x * low + s.z * high + s.y * first + s.w * last; }

@@ -3,6 +3,7 @@
 const K: u32 = 32u;
 const PAIR: bool = false;
 const ZERO: f32 = select(8.0, 0.0, PAIR);
+const SIGNS: u32 = 0u;  // none: bytes are not signed
 struct Raw { q: vec4<u32> }
 struct Planes { even: vec4<u32>, odd: vec4<u32> }
 @group(0) @binding(6) var<storage, read> w: array<vec4<u32>>;

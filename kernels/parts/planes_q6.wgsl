@@ -3,6 +3,7 @@
 // Needs K % 64 == 0.
 const K: u32 = 64u;
 const ZERO: f32 = 32.0;
+const SIGNS: u32 = 0u;  // none: bytes are not signed
 struct Raw { q: vec4<u32>, h: vec2<u32> }
 struct Planes { even: vec4<u32>, odd: vec4<u32> }
 @group(0) @binding(6) var<storage, read> w: array<vec4<u32>>;
