@@ -67,7 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_joined_layers(join_gpu, tmp_path, name, fast):
     path = tiny_llama(tmp_path / "m.gguf", **MODELS[name])
-    model = load(join_gpu, path, fast=fast, kv_f32=name == "biases")
+    model = load(join_gpu, path, fast=fast, kv_f32=name == "biases" or not fast)
     assert model.joined and model.fast == fast
     kernels = 3 if name == "mixed" and join_gpu.caps.storage_buffers < 34 else 1
     assert [d.label for d in model.plan(1).dispatches].count("layers") == kernels
@@ -112,6 +112,18 @@ def test_parts_share_inputs_where_the_first_has_made_them_everywhere(join_gpu, t
     stages = model.joined.stages([0, 1, 2], *model.caches[0], model.rope)
     found = [re.findall(r"const READY: bool = (\w+);", stage.source) for stage in stages]
     assert found[0] == ["false"] and found[1] == [ready]
+
+
+def test_inputs_that_workgroup_memory_does_not_hold(join_gpu, tmp_path):
+    """As f32; int8 records of as many are there."""
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(layers=2, ffn=join_gpu.caps.workgroup_bytes // 4))
+    for fast in (False, True):
+        model = load(join_gpu, path, fast=fast, kv_f32=not fast)
+        *_, gate_up, down = model.joined.stages([0, 1], *model.caches[0], model.rope)
+        assert "const QUADS: bool = " + ("false" if fast else "true") in gate_up.source
+        assert ("var<workgroup> records" if fast else "fn prepare(index: u32) { wait(index); }") in down.source
+        assert not waits_for_place(down.source, "x")
+        check_against_reference(model, path)
 
 
 def test_a_long_context_is_split_and_joined(join_gpu, tmp_path):

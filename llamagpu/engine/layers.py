@@ -154,12 +154,15 @@ class JoinedLayers:
         def to_qkv(matrix: Matrix) -> ops.Out:
             return ops.qkv(c, matrix, self.q, k_cache, v_cache, rope, self.kv_f32)
 
+        heads = routes.Heads(c.heads, c.kv_heads, c.head_dim)
+        quads = bool(self.exact) and not routes.held(c.ffn_dim, heads, False, self.crew, gpu.caps)
+        wide = ("quads", ops.Made({}, {})) if quads else ("norm", ops.Made({}, {"NORM": False}))
         return [
             *linear(0, x, to_qkv, "norm", self.norm(attn_norm)),
             Stage(attention.source, attention.buffers, (c.kv_heads, "split_count()", 1)),
             *linear(1, self.partial, lambda m: ops.sum_to(self.mid, x, m), "merge", merged),
-            *linear(2, self.mid, lambda m: ops.swiglu(self.act, m), "norm", self.norm(ffn_norm)),
-            *linear(3, self.act, lambda m: ops.sum_to(x, self.mid, m, up=1), "norm", ops.Made({}, {"NORM": False})),
+            *linear(2, self.mid, lambda m: ops.swiglu(self.act, m, quads), "norm", self.norm(ffn_norm)),
+            *linear(3, self.act, lambda m: ops.sum_to(x, self.mid, m, up=1), *wide),
         ]
 
     def variants(self, members: Sequence[int], column: int) -> dict[tuple[int, ...], Matrix]:
@@ -183,8 +186,8 @@ class JoinedLayers:
             route = routes.joined_linear(part.shape(1, inputs + self.exact), self.crew, self.gpu.caps)
             one = replace(matrix, parts=(part,))
             busy.append(min(self.crew.count, ops.workgroups(self.gpu, route, part.shape(1))))
-            ready = bool(found) and busy[-1] <= busy[0]
-            own = replace(made, consts=made.consts | {"READY": ready})
+            ready = {"READY": bool(found) and busy[-1] <= busy[0]} if inputs in routes.MADE else {}
+            own = replace(made, consts=made.consts | ready)
             (d,) = ops.linear(self.gpu, x, one, 1, out(matrix), self.step, inputs + self.exact, (route,), own)
             found.append(Stage(d.source, d.buffers, d.grid))
         return found

@@ -1,6 +1,6 @@
 """One function per operation: pick the route, set the constants, bind the buffers, return what to dispatch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -103,7 +103,8 @@ def linear(
 ) -> list[Dispatch]:  # fmt: skip
     """y = x @ W^T into `out`, part by part. `m` is the most tokens the plan takes.
 
-    With inputs "norm" or "merge" the kernel first makes its inputs from x and what is in `made`."""
+    With inputs "norm" or "merge" the kernel first makes its inputs from x and what is in `made`; "quads" are f32 in
+    an order of their own (see inputs_quads.wgsl)."""
     dispatches: list[Dispatch] = []
     candidates = 0
     for part in matrix.parts:
@@ -144,8 +145,10 @@ def sum_to(y: Any, old: Any, matrix: Matrix, up: int = 0) -> Out:
     return Out("out_sum", {"y": y, "old": old}, {"WIDTH": matrix.n, "BIAS": matrix.bias is not None, "UP": up})
 
 
-def swiglu(y: Any, matrix: Matrix) -> Out:
-    return rows_out("out_swiglu", y, matrix)
+def swiglu(y: Any, matrix: Matrix, quads: bool = False) -> Out:
+    """By `quads` in the order that inputs "quads" have."""
+    out = rows_out("out_swiglu", y, matrix)
+    return replace(out, consts=out.consts | {"QUADS": quads})
 
 
 def swiglu_i8(y: Any, matrix: Matrix) -> Out:

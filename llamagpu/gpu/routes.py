@@ -301,18 +301,22 @@ def joined_splits(kv_heads: int) -> int:
 
 
 def joinable(dim: int, ffn_dim: int, heads: Heads, fast: bool, caps: Caps) -> bool:
-    """Whether the layers of one token can be one kernel: the input of any linear fits into workgroup memory, a binding
-    can begin at any layer, and a kernel may bind enough."""
+    """Whether the layers of one token can be one kernel: the inputs of linears fit into workgroup memory, a binding can
+    begin at any layer, and a kernel may bind enough."""
     whole = dim % 64 == 0 and ffn_dim % 64 == 0 and heads.dim % 64 == 0
     if not caps.join or caps.scalar or caps.subgroup < 4 or caps.storage_buffers < 30 or not whole:
         return False
-    widest = max(dim, ffn_dim, heads.count * heads.dim)
-    inputs = widest * 3 // 2 if fast else widest * 4
+    widest = max(dim, heads.count * heads.dim, ffn_dim if fast else 0)  # as f32 those of ffn_dim need not be there
     return all(
-        heads.share * caps.subgroup <= crew.invocations <= caps.invocations
-        and inputs + joined_bytes(heads, crew, caps) <= caps.workgroup_bytes
+        heads.share * caps.subgroup <= crew.invocations <= caps.invocations and held(widest, heads, fast, crew, caps)
         for crew in crews(dim, caps)
     )
+
+
+def held(width: int, heads: Heads, fast: bool, crew: Crew, caps: Caps) -> bool:
+    """Whether the inputs of a linear fit into workgroup memory, as records or as f32."""
+    inputs = width * 3 // 2 if fast else width * 4
+    return inputs + joined_bytes(heads, crew, caps) <= caps.workgroup_bytes
 
 
 def joined_bytes(heads: Heads, crew: Crew, caps: Caps) -> int:
