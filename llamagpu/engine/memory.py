@@ -7,7 +7,7 @@ from math import prod
 from llamagpu.engine.layers import handed_on, layer_stride
 from llamagpu.engine.weights import joinable
 from llamagpu.errors import DoesNotFit, LlamaGpuError
-from llamagpu.files.config import LlamaConfig
+from llamagpu.files.config import LlamaConfig, used_shapes
 from llamagpu.files.gguf_file import RawTensor
 from llamagpu.files.packed_file import PackedTensors
 from llamagpu.files.repack import FORMATS, row_bytes
@@ -83,7 +83,8 @@ def plan_memory(
     cache_layer = c.kv_heads * -(-context // 4) * 4 * c.head_dim * (4 if kv_f32 else 2)
     widest = max(c.dim, heads)
     row = 4 * (c.dim + heads)  # x and q of the transformer
-    quantised = all(t.kind in FORMATS for t in tensors.values() if len(t.shape) == 2 and t.name.startswith("blk."))
+    used = [tensors[name] for name in used_shapes(config, tensors)]
+    quantised = all(t.kind in FORMATS for t in used if len(t.shape) == 2 and t.name.startswith("blk."))
     records = fast and quantised and not tiled  # f16 weights have no kernel for int8 records of many tokens
     if not records:
         row += 4 * c.ffn_dim  # act
@@ -99,7 +100,7 @@ def plan_memory(
         scratch += c.layers * sum(map(layer_stride, handed_on(c)))
     cache = 2 * c.layers * cache_layer
     six = not gpu.caps.cpu
-    weights = sum(tile_bytes(t) if tiled else tensor_bytes(t, gpu.caps.half, six) for t in tensors.values())
+    weights = sum(tile_bytes(t) if tiled else tensor_bytes(t, gpu.caps.half, six) for t in used)
     if isinstance(tensors, PackedTensors) and not tiled:
         weights = tensors.device_bytes(gpu.caps.half, fast)
     return MemoryPlan(weights, cache, scratch, context, cache // context + 4 * c.rope_dims, cache_layer)

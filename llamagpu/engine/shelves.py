@@ -23,15 +23,14 @@ class Shelves:
     def room(self, nbytes: int, label: str, layer: int | None = None) -> Any:
         """A buffer, or a slice of a shelf; a layer may ask several times for one label."""
         self.given[f"{layer} {label}"] += 1
-        room = min(self.gpu.caps.binding_bytes, self.gpu.limits["max-buffer-size"])
         if layer is None or not self.kinds or nbytes % ALIGN:
             return self.gpu.zeros(nbytes, label)
         section, name = layer // self.most, label.removeprefix(f"blk.{layer}.")
-        kind = self.kinds[layer].get(name.split(".")[0])
-        alike = [i for i, k in enumerate(self.kinds) if i // self.most == section and k.get(name.split(".")[0]) == kind]
-        if len(alike) * nbytes > room:
+        kinds = [kind.get(name.split(".")[0]) for kind in self.kinds]
+        alike = [i for i, kind in enumerate(kinds) if i // self.most == section and kind == kinds[layer]]
+        if len(alike) * nbytes > min(self.gpu.caps.binding_bytes, self.gpu.limits["max-buffer-size"]):
             return self.gpu.zeros(nbytes, label)
-        key = section, name, self.given[f"{layer} {label}"], kind
+        key = section, name, self.given[f"{layer} {label}"], kinds[layer]
         if key not in self.shelves:
             self.shelves[key] = self.gpu.zeros(len(alike) * nbytes, label)
         if self.shelves[key].size != len(alike) * nbytes:

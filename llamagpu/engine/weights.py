@@ -4,7 +4,6 @@ Repacking runs in threads a few tensors ahead of the upload, so the host never h
 """
 
 import os
-import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from llamagpu.engine.shelves import Shelves
-from llamagpu.files.config import LlamaConfig
+from llamagpu.files.config import LlamaConfig, tensor_shapes
 from llamagpu.files.gguf_file import RawTensor
 from llamagpu.files.packed_file import PackedTensors
 from llamagpu.files.repack import (
@@ -186,7 +185,7 @@ def load_weights(
 ) -> Weights:
     """Everything on the device; `fast` rounds f32 scales to f16."""
     jobs = list(matrix_jobs(tensors, config, repack if gpu.caps.cpu else repack_small))
-    shelves = Shelves(gpu, *kinds_of(tensors, config, gpu)) if joinable(config, gpu, fast) else Shelves(gpu)
+    shelves = Shelves(gpu, *kinds_of(tensors, config, gpu)) if joinable(config, gpu) else Shelves(gpu)
     done: dict[str, Any] = {}
     for count, (label, (packed, bias)) in enumerate(ahead(jobs)):
         done[label] = upload_matrix(gpu, packed, label, bias, fast, partial(shelves.upload, layer=layer_of(label)))
@@ -202,27 +201,30 @@ def layer_of(label: str) -> int | None:
     return int(label.split(".")[1]) if label.startswith("blk.") else None
 
 
-def joinable(config: LlamaConfig, gpu: Gpu, fast: bool) -> bool:
-    """Whether the layers of one token can be one kernel (see engine/layers.py)."""
-    c = config
-    return routes.joinable(c.dim, c.ffn_dim, routes.Heads(c.heads, c.kv_heads, c.head_dim), fast, gpu.caps)
+def joinable(config: LlamaConfig, gpu: Gpu, fast: bool | None = None) -> bool:
+    """Whether the layers of one token can be one kernel (see engine/layers.py), in one precision or in any."""
+    c, heads = config, routes.Heads(config.heads, config.kv_heads, config.head_dim)
+    ways = (True, False) if fast is None else (fast,)
+    return any(routes.joinable(c.dim, c.ffn_dim, heads, way, gpu.caps) for way in ways)
 
 
-def kinds_of(tensors: Tensors, config: LlamaConfig, gpu: Gpu) -> tuple[list[dict[str, tuple[str, ...]]], int]:
+MATRIX_OF = {"attn_q": "qkv", "attn_k": "qkv", "attn_v": "qkv", "ffn_gate": "gate_up", "ffn_up": "gate_up"}
+
+
+def kinds_of(tensors: Tensors, config: LlamaConfig, gpu: Gpu) -> tuple[list[dict[str, tuple[Any, ...]]], int]:
     """For each layer the types of its matrices, and of how many layers a binding holds the largest."""
-    found: list[dict[str, tuple[str, ...]]] = []
-    for i in range(config.layers):
-        of = {name.split(".", 2)[2]: t.kind for name, t in tensors.items() if layer_of(name) == i}
-        qkv = tuple(f"{name} {kind}" for name, kind in sorted(of.items()) if re.match("attn_[qkv]\\.", name))
-        gate_up = tuple(f"{name} {kind}" for name, kind in sorted(of.items()) if re.match("ffn_(gate|up)\\.", name))
-        rest = {name.removesuffix(".weight"): (kind,) for name, kind in of.items() if name.endswith(".weight")}
-        found.append(rest | {"qkv": qkv, "gate_up": gate_up})
+    kinds: list[dict[str, tuple[Any, ...]]] = [{} for _ in range(config.layers)]
     sizes: Counter[tuple[int, str]] = Counter()
-    for name, t in tensors.items():
-        if (layer := layer_of(name)) is not None and len(t.shape) == 2:
-            role = re.sub(r"attn_[qkv]\b", "qkv", re.sub(r"ffn_(gate|up)\b", "gate_up", name.split(".", 2)[2]))
-            sizes[layer, role] += t.shape[0] * row_bytes(t.kind, t.shape[1])[0]
-    return found, max(1, min(gpu.caps.binding_bytes, gpu.limits["max-buffer-size"]) // max(sizes.values()))
+    for name, shape in tensor_shapes(config).items():
+        if (layer := layer_of(name)) is None or len(shape) < 2:
+            continue
+        part, kind = name.split(".")[2], tensors[name].kind
+        matrix = MATRIX_OF.get(part, part)
+        kinds[layer][matrix] = (*kinds[layer].get(matrix, ()), kind, f"blk.{layer}.{part}.bias" in tensors)
+        sizes[layer, matrix] += shape[0] * row_bytes(kind, shape[1])[0]
+    for found in kinds:  # which are no one matrix where their types differ
+        found |= dict.fromkeys(("ffn_gate", "ffn_up"), found["gate_up"])
+    return kinds, max(1, min(gpu.caps.binding_bytes, gpu.limits["max-buffer-size"]) // max(sizes.values()))
 
 
 def norm_names(config: LlamaConfig) -> list[str]:

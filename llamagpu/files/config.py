@@ -2,6 +2,7 @@
 the tensors that must be there and the RoPE table. Nothing else reads `llama.*` or `qwen2.*` keys."""
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,18 +200,23 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_tensors(config: LlamaConfig, tensors: dict[str, RawTensor]) -> None:
-    """Refuses a file that lacks a tensor, or has one of another shape or of a type that cannot be run."""
+def used_shapes(config: LlamaConfig, tensors: Container[str]) -> dict[str, tuple[int, ...]]:
+    """The same, and what of the rest is there that a model may have."""
     shapes = tensor_shapes(config)
-    missing = [name for name in shapes if name not in tensors]
-    if missing:
-        more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
-        raise _bad(f"missing tensors: {', '.join(missing[:3])}{more}")
     optional = {f"blk.{i}.{part}.bias": part for i in range(config.layers) for part in BIASED}
     shapes |= {bias: shapes[f"blk.0.{part}.weight"][:1] for bias, part in optional.items() if bias in tensors}
     if "rope_freqs.weight" in tensors:
         shapes["rope_freqs.weight"] = (config.rope_dims // 2,)
-    for name, shape in shapes.items():
+    return shapes
+
+
+def check_tensors(config: LlamaConfig, tensors: dict[str, RawTensor]) -> None:
+    """Refuses a file that lacks a tensor, or has one of another shape or of a type that cannot be run."""
+    missing = [name for name in tensor_shapes(config) if name not in tensors]
+    if missing:
+        more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
+        raise _bad(f"missing tensors: {', '.join(missing[:3])}{more}")
+    for name, shape in used_shapes(config, tensors).items():
         tensor = tensors[name]
         if tensor.shape != shape:
             raise _bad(f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}")
