@@ -1,6 +1,9 @@
 """Every kernel, and every row of every route table, against float64: real shapes and ragged ones.
 A row runs on every shape it fits, not only where it would be chosen; new rows are picked up by themselves."""
 
+import os
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -733,6 +736,18 @@ def test_attend_in_splits(gpu, case, splits, i8):
             plan.append(ops.attend_merge(gpu, c, partial, stats, y, splits, i8, most))
         run(gpu, plan, m, pos)
         check_attended(gpu.read(y, np.float32, size + 4), attended(q, k, v, m, pos, case.window), i8, F32)
+
+
+def test_attend_in_splits_with_16_lanes_for_a_position():
+    """Mesa's lanes are fixed when it starts: in a process of its own, with twice as many as usual."""
+    run = "import pytest, tests.conftest as c; assert c.open_gpu().caps.subgroup == 16; "
+    run += f"raise SystemExit(pytest.main(['-q', {__file__!r}, '-k', 'test_attend_in_splits and 4of128']))"
+    done = subprocess.run(
+        [sys.executable, "-c", run], capture_output=True, text=True, env=os.environ | {"LP_NATIVE_VECTOR_WIDTH": "512"}
+    )
+    if "assert c.open_gpu" in done.stderr:
+        pytest.skip("the adapter has no 16 lanes")
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def attend_data(case: Heads, m: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

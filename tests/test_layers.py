@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import wgpu
 
 from llamagpu.engine import weights
-from llamagpu.engine.layers import PATIENCE, buffers_of
+from llamagpu.engine.layers import PATIENCE, buffers_of, shelf_of
 from llamagpu.engine.llama import Transformer
+from llamagpu.engine.memory import plan_memory
 from llamagpu.engine.shelves import Shelves
 from llamagpu.engine.weights import kinds_of, load_weights
 from llamagpu.errors import BadFile, DeviceLost
@@ -69,7 +71,7 @@ def test_joined_layers(join_gpu, tmp_path, name, fast):
     path = tiny_llama(tmp_path / "m.gguf", **MODELS[name])
     model = load(join_gpu, path, fast=fast, kv_f32=name == "biases" or not fast)
     assert model.joined and model.fast == fast
-    kernels = 3 if name == "mixed" and join_gpu.caps.storage_buffers < 34 else 1
+    kernels = 3 if name == "mixed" and join_gpu.caps.storage_buffers < 33 else 1
     assert [d.label for d in model.plan(1).dispatches].count("layers") == kernels
     check_against_reference(model, path)
 
@@ -122,12 +124,11 @@ def test_inputs_that_workgroup_memory_does_not_hold(join_gpu, tmp_path):
         *_, gate_up, down = model.joined.stages([0, 1], *model.caches[0], model.rope)
         assert "const QUADS: bool = " + ("false" if fast else "true") in gate_up.source
         assert ("var<workgroup> records" if fast else "fn prepare(index: u32) { wait(index); }") in down.source
-        assert not waits_for_place(down.source, "x")
         check_against_reference(model, path)
 
 
 def test_a_long_context_is_split_and_joined(join_gpu, tmp_path):
-    """More splits with every 32 positions; the same with a plan whose stages are dispatches."""
+    """More splits with every 32 positions, then 64 and 128; the same with a plan whose stages are dispatches."""
     path = tiny_llama(tmp_path / "m.gguf", **SHAPE, context=4096)
     joined, apart = (load(join_gpu, path, 2304, 256, kv_f32=True) for _ in range(2))
     apart.joined = None
@@ -170,8 +171,10 @@ def test_the_cache_grows_and_is_read_back(join_gpu, tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(other.read_cache(20), held, strict=True))
 
 
-def test_shelves_hold_the_same_bytes(gpu, join_gpu, tmp_path):
-    file, config = open_model(tiny_llama(tmp_path / "m.gguf", **MODELS["biases"]))
+@pytest.mark.parametrize("shape", [MODELS["biases"], SHAPE | dict(ffn=1024, kind=by_name(**{"0.ffn_up": "Q8_0"}))])
+def test_shelves_hold_the_same_bytes(gpu, join_gpu, tmp_path, shape):
+    """Also where gate and up of a layer are no one matrix."""
+    file, config = open_model(tiny_llama(tmp_path / "m.gguf", **shape))
     before, used = join_gpu.allocated_bytes, gpu.allocated_bytes
     shelved, plain = (load_weights(file.tensors, config, device) for device in (join_gpu, gpu))
     assert join_gpu.allocated_bytes - before == gpu.allocated_bytes - used  # nothing is there twice
@@ -179,6 +182,25 @@ def test_shelves_hold_the_same_bytes(gpu, join_gpu, tmp_path):
         for buffer, single in zip(buffers_of(layer), buffers_of(other), strict=True):
             assert isinstance(buffer, Slice) and buffer.offset % 256 == 0 and buffer.size == single.size
             assert np.array_equal(join_gpu.read(buffer, np.uint8, buffer.size), gpu.read(single, np.uint8, single.size))
+
+
+@pytest.mark.parametrize("name", ["blk.7", "blk.1", "blk.x.weight", "blk.3.nextn.weight", "blk.1.nextn.weight"])
+def test_tensors_that_no_layer_has_are_not_looked_at(join_gpu, tmp_path, name):
+    keys, tensors = tiny_parts(**SHAPE)
+    path = write_gguf(tmp_path / "m.gguf", keys, tensors | {name: ("IQ2_XXS", (256, 256), bytes(256 * 66))})
+    file, config = open_model(path)
+    used = plan_memory(config, file.tensors, join_gpu, 64, 16, True).weights
+    before = join_gpu.allocated_bytes
+    load_weights(file.tensors, config, join_gpu)
+    assert join_gpu.allocated_bytes - before == used
+
+
+def test_matrices_of_other_types_are_other_variants(join_gpu, tmp_path):
+    """Also where they have as many bytes, as a packed file may have that says something else."""
+    model = load(join_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
+    first, other = (layer.attn_output for layer in model.weights.layers[:2])
+    lying = replace(first, parts=(replace(first.parts[0], group=64),))
+    assert shelf_of(first) == shelf_of(other) != shelf_of(lying)
 
 
 def test_layers_that_are_alike_share_a_shelf(join_gpu):
@@ -233,6 +255,22 @@ def test_a_crew_that_meets_is_found(join_gpu, tmp_path, monkeypatch):
     model = load(join_gpu, path)
     assert model.joined and model.joined.crew.count == 1
     assert np.array_equal(logits_after(model, [1]), want)
+
+
+def test_a_driver_that_takes_no_kernel_of_different_types(join_gpu, tmp_path, monkeypatch):
+    """Layers of each type get their own."""
+    real = join_gpu.pipeline
+
+    def pipeline(source: str, label: str) -> Any:
+        if "place >> 16u == 1u" in source:
+            raise wgpu.GPUError("too large")
+        return real(source, label)
+
+    monkeypatch.setattr(join_gpu, "pipeline", pipeline)
+    path = tiny_llama(tmp_path / "m.gguf", **MODELS["two kinds of down"])
+    model = load(join_gpu, path, kv_f32=True)
+    assert model.joined and model.joined.alike and [d.label for d in model.plan(1).dispatches].count("layers") == 3
+    check_against_reference(model, path)
 
 
 def test_without_one_the_layers_stay_apart(join_gpu, tmp_path, monkeypatch):
@@ -417,9 +455,12 @@ def waits_for_place(source: str, name: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_nothing_is_read_before_the_wait_is_over(join_gpu, tmp_path):
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+def test_nothing_is_read_before_the_wait_is_over(join_gpu, tmp_path, fast, wide):
     """In every stage, of every buffer that a stage writes; and the test sees where it is missing."""
-    model = load(join_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE), fast=True)
+    ffn = join_gpu.caps.workgroup_bytes // 4 if wide else SHAPE["ffn"]
+    model = load(join_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(ffn=ffn)), fast=fast)
     stages = model.joined.stages([0, 1, 2], *model.caches[0], model.rope)
     written = {
         id(getattr(stage.buffers[name], "buffer", stage.buffers[name]))
@@ -432,7 +473,8 @@ def test_nothing_is_read_before_the_wait_is_over(join_gpu, tmp_path):
                 seen += 1
                 assert not waits_for_place(stage.source, name), name
                 assert waits_for_place(stage.source.replace("later() + ", ""), name), name
-    assert seen == 11  # x | q, keys, values | partial, stats, x | mid | act (twice: there is no norm to bind), mid
+    # x | q, keys, values | partial, stats, x | mid | act (twice, where there is no norm to bind), mid
+    assert seen == (10 if wide and not fast else 11)
 
 
 @pytest.mark.parametrize("dim", [576, 2048])

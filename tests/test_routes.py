@@ -108,6 +108,14 @@ def test_attention_of_a_few_tokens():
     assert pick(routes.ATTEND, 96, 16, GPU).kernel == "attend"
 
 
+@pytest.mark.parametrize(
+    "head_dim, subgroup, team", [(64, 32, 8), (128, 32, 16), (192, 32, 8), (256, 64, 16), (128, 8, 8), (64, 4, 4)]
+)
+def test_lanes_of_a_position(head_dim, subgroup, team):
+    assert routes.teams(head_dim, replace(GPU, subgroup=subgroup))["TEAM"] == team
+    assert head_dim % (8 * team) == 0 and subgroup % team == 0
+
+
 def test_attention_of_many_heads_to_a_kv_head():
     """A workgroup of attend_split has room for 32 of them, one of attend_tile too."""
     kernels = [{r.kernel for r in routes.attention(group, GPU)} for group in (1, 32, 33)]

@@ -13,14 +13,14 @@ const WINDOW: u32 = 0u;  // a token sees the last WINDOW positions, its own incl
 const SCALE: f32 = 1.0;
 const SUBGROUP: u32 = 32u;
 const TEAM: u32 = 8u;     // lanes that share a position
-const TAKES: u32 = 2u;    // positions of a team that are on their way together
+const TAKES: u32 = 4u;    // positions of a team that are on their way together
 const STRANDS: u32 = 2u;  // subgroups per query head, a power of two
 const I8: bool = false;
 const PARTIAL: bool = false;  // leaves partial sums of one split, too
 const GROUP_HEADS: u32 = HEADS / KV_HEADS;
 const WORKGROUP: u32 = GROUP_HEADS * STRANDS * SUBGROUP;  // or more: the rest is idle
 const OCTS: u32 = HEAD_DIM / 8u / TEAM;          // runs of 8 dimensions that a lane owns: run lane + TEAM * i
-const STRIDE: u32 = STRANDS * SUBGROUP / TEAM;  // positions in flight per head
+const STRIDE: u32 = STRANDS * SUBGROUP / TEAM;  // from a position of a team to its next
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;              // [m, HEADS, HEAD_DIM] f32 or records; or partial sums, a gap after each layer's
 @group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;    // [layers or m, HEADS, splits] (top, total), likewise
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;              // q [layers or m, HEADS, HEAD_DIM], likewise

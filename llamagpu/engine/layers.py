@@ -64,9 +64,10 @@ def span(first: Any, count: int) -> Any:
     return Slice(first.buffer, first.offset, count * first.size) if isinstance(first, Slice) else first
 
 
-def shelf_of(matrix: Matrix) -> tuple[int, ...]:
-    """The same for layers whose matrix lies on the same shelves."""
-    return matrix.bias is None, *(id(whole(buffer)) for buffer in buffers_in(matrix))
+def shelf_of(matrix: Matrix) -> tuple[Any, ...]:
+    """The same for layers whose matrix is of the same type and lies on the same shelves."""
+    types = ((p.form, p.n, p.group, p.pair, p.scale_bits) for p in matrix.parts)
+    return *types, *(id(whole(buffer)) for buffer in buffers_in(matrix))
 
 
 def slot_of(matrix: Matrix) -> int:
@@ -98,7 +99,7 @@ class JoinedLayers:
         c = config
         self.crew = routes.crews(c.dim, gpu.caps)[0]
         self.alike = False  # a kernel for each section of layers of the same types
-        self.tables: dict[bytes, Any] = {}  # of layers
+        self.tables: dict[bytes, Any] = {}  # what kernels know of their layers
         # queries, the residual stream after attention, silu(gate) * up, and attention's splits
         rows = [c.layers * layer_stride(width) for width in handed_on(c)]
         self.q, self.mid, self.act, self.partial, self.stats = with_gaps(gpu, rows, "by layer")
@@ -107,23 +108,24 @@ class JoinedLayers:
         self.gpu.free(self.q.buffer, *self.tables.values())
 
     def dispatches(self, caches: list[tuple[Any, Any]], rope: Any) -> list[Dispatch]:
-        """One for each section of layers whose weights and caches are in the same bindings; layers of different types
-        are in one where a kernel may bind enough."""
-        layers = self.weights.layers
+        """One, or as few as bindings allow: layers of different types are in one where a kernel may bind enough."""
+        found = self.sections(caches, rope, self.alike)
+        if any(d.source.count("var<storage") > self.gpu.caps.storage_buffers for d in found):
+            return self.sections(caches, rope, alike=True)
+        return found
 
-        def section(i: int, alike: bool) -> tuple[int, ...]:
+    def sections(self, caches: list[tuple[Any, Any]], rope: Any, alike: bool) -> list[Dispatch]:
+        """One for each section of layers whose caches and norms are in the same bindings, and with `alike` all else."""
+        layers, found = self.weights.layers, []
+
+        def bound(i: int) -> tuple[int, ...]:
             own = [b for b in buffers_of(layers[i]) if alike or not isinstance(b, Slice)]
             return tuple(id(whole(b)) for b in (layers[i].attn_norm, layers[i].ffn_norm, *caches[i], *own))
 
-        found: list[Dispatch] = []
-        for alike in (True,) if self.alike else (False, True):
-            found = []
-            for _, group in groupby(range(len(layers)), lambda i, alike=alike: section(i, alike)):  # type: ignore[misc]
-                members = list(group)
-                stages = self.stages(members, *caches[members[0]], rope)
-                found.append(self.gpu.joined(stages, self.crew.count, self.meeting, self.table(members)))
-            if max(len(d.buffers) for d in found) - 2 <= self.gpu.caps.storage_buffers:  # but the step and the table
-                break
+        for _, group in groupby(range(len(layers)), bound):
+            members = list(group)
+            stages = self.stages(members, *caches[members[0]], rope)
+            found.append(self.gpu.joined(stages, self.crew.count, self.meeting, self.table(members)))
         return found
 
     def stages(self, members: list[int], k_cache: Any, v_cache: Any, rope: Any) -> list[Stage]:
@@ -165,9 +167,9 @@ class JoinedLayers:
             *linear(3, self.act, lambda m: ops.sum_to(x, self.mid, m, up=1), *wide),
         ]
 
-    def variants(self, members: Sequence[int], column: int) -> dict[tuple[int, ...], Matrix]:
+    def variants(self, members: Sequence[int], column: int) -> dict[tuple[Any, ...], Matrix]:
         """The different matrices that layers have there, by the shelves that they lie on."""
-        found: dict[tuple[int, ...], Matrix] = {}
+        found: dict[tuple[Any, ...], Matrix] = {}
         for i in members:
             matrix = matrices(self.weights.layers[i])[column]
             found.setdefault(shelf_of(matrix), matrix)
@@ -210,13 +212,17 @@ class JoinedLayers:
         """Try how many workgroups run at the same time and see each other's stores; position 0 of the cache and the
         residual stream are then anything."""
         relay_table = self.counted(np.array([[RELAY, 0, 0, 0]], np.uint32))
-        mixed = any(len(self.variants(range(self.config.layers), column)) > 1 for column in range(4))
-        for crew, alike in product(routes.crews(self.config.dim, self.gpu.caps), (False, True) if mixed else (False,)):
+        tried: set[str] = set()
+        for crew, alike in product(routes.crews(self.config.dim, self.gpu.caps), (False, True)):
             self.crew, self.alike = crew, alike
+            work = self.dispatches(caches, rope)
+            if {d.source for d in work} <= tried:
+                continue
+            tried |= {d.source for d in work}
             self.gpu.write(self.meeting, np.array([0, 0, TRIAL, 0], np.uint32))
             try:
-                recorder.submit([(Plan(self.dispatches(caches, rope)), 1, 0)])
-            except wgpu.GPUError:  # the driver does not take so large a kernel, or so many bindings
+                recorder.submit([(Plan(work), 1, 0)])
+            except wgpu.GPUError:  # the driver does not take so large a kernel
                 continue
             relays = [relayed(self.gpu, crew, self.meeting, relay_table, seed) for seed in (1, 2, 3)]
             met = not self.gpu.read(self.meeting, np.uint32, 2)[1]

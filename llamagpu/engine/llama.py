@@ -456,7 +456,7 @@ class Transformer:
 
     def draws_on_device(self, sampling: Sampling) -> bool:
         head = self.weights.output
-        runs = all(part.row0 % 64 == 0 for part in head.parts)  # candidates are runs of 64 rows
+        runs = all(part.row0 % 64 == 0 for part in head.parts)  # candidates are runs of 32 or 64 rows
         recent = sampling.repeat_penalty == 1.0 or sampling.repeat_last_n <= MOST_RECENT
         return runs and recent and (sampling.temperature <= 0 or 1 <= sampling.top_k <= 64)
 

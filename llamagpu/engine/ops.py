@@ -146,7 +146,7 @@ def sum_to(y: Any, old: Any, matrix: Matrix, up: int = 0) -> Out:
 
 
 def swiglu(y: Any, matrix: Matrix, quads: bool = False) -> Out:
-    """By `quads` in the order that inputs "quads" have."""
+    """With `quads` in the order that inputs_quads reads."""
     out = rows_out("out_swiglu", y, matrix)
     return replace(out, consts=out.consts | {"QUADS": quads})
 

@@ -28,8 +28,8 @@ class Stage:
     source: str
     buffers: dict[str, Any]
     grid: tuple[int | str, ...]  # x, y, z; a string is WGSL
-    column: int | None = None  # of the layers' table, for stages with weights: stages of one column are one, ...
-    variant: int = 0  # ... of which a layer takes those of one variant
+    column: int | None = None  # which matrix of a layer: x, y, z or w of its row in the table; None: no weights
+    variant: int = 0  # only layers whose row has this number there run it
 
 
 def join(
@@ -88,18 +88,17 @@ def join(
 def calls(stages: Sequence[Stage]) -> str:
     """What is done for a layer. Stages of one column do not need each other's results: all meet after the last."""
     text = ""
-    steps = groupby(enumerate(stages), lambda s: (s[1].column, s[0] if s[1].column is None else 0))
-    for (column, _), step in steps:
-        branches = []
-        for variant, parts in groupby(step, lambda s: s[1].variant):
-            run = " workgroupBarrier(); ".join(f"stage_{number}(group.x, index);" for number, _ in parts)
-            branches.append(f"if (place >> 16u == {variant}u) {{ {run} }}")
-        if column is not None:
-            text += f"    {{\n    let place = layers[at_layer + 1u].{'xyzw'[column]};\n    at_slot = place & 0xFFFFu;\n"
-            text += f"    {' else '.join(branches) if len(branches) > 1 else run}\n    }}\n"
-        else:
-            text += f"    {run}\n"
-        text += "    arrive(index);\n"
+    for column, step in groupby(enumerate(stages), lambda s: f"stage {s[0]}" if s[1].column is None else s[1].column):
+        runs: dict[int, list[str]] = {}
+        for number, stage in step:
+            runs.setdefault(stage.variant, []).append(f"stage_{number}(group.x, index);")
+        branches = {variant: " workgroupBarrier(); ".join(run) for variant, run in runs.items()}
+        chosen = " else ".join(f"if (place >> 16u == {variant}u) {{ {run} }}" for variant, run in branches.items())
+        run = chosen if len(branches) > 1 else branches[0]
+        if isinstance(column, int):
+            place = f"let place = layers[at_layer + 1u].{'xyzw'[column]};"
+            run = f"{{\n    {place}\n    at_slot = place & 0xFFFFu;\n    {run}\n    }}"
+        text += f"    {run}\n    arrive(index);\n"
     return text
 
 

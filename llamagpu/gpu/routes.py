@@ -34,7 +34,7 @@ class Linear:
     k: int
     group: int
     form: str
-    inputs: str = "f32"  # how x comes: "f32"; "i8" records; made by the kernel as i8: "norm", "merge" ("_f32": as f32)
+    inputs: str = "f32"  # or "i8" records, "quads_f32"; made by the kernel itself: "norm", "merge" ("_f32": no i8)
     out: str = "out_store"  # the part that takes the results
 
 
@@ -301,12 +301,12 @@ def joined_splits(kv_heads: int) -> int:
 
 
 def joinable(dim: int, ffn_dim: int, heads: Heads, fast: bool, caps: Caps) -> bool:
-    """Whether the layers of one token can be one kernel: the inputs of linears fit into workgroup memory, a binding can
-    begin at any layer, and a kernel may bind enough."""
+    """Whether the layers of one token can be one kernel: the inputs of its linears fit into workgroup memory (but the
+    widest, as f32), a binding can begin at any layer, and a kernel may bind enough."""
     whole = dim % 64 == 0 and ffn_dim % 64 == 0 and heads.dim % 64 == 0
     if not caps.join or caps.scalar or caps.subgroup < 4 or caps.storage_buffers < 30 or not whole:
         return False
-    widest = max(dim, heads.count * heads.dim, ffn_dim if fast else 0)  # as f32 those of ffn_dim need not be there
+    widest = max(dim, heads.count * heads.dim, ffn_dim if fast else 0)
     return all(
         heads.share * caps.subgroup <= crew.invocations <= caps.invocations and held(widest, heads, fast, crew, caps)
         for crew in crews(dim, caps)
@@ -470,7 +470,7 @@ def splits(reach: int, kv_heads: int, m: int = 1) -> int:
 
 def teams(head_dim: int, caps: Caps) -> dict[str, int]:
     """attend_split's lanes for a position, and positions that they have on their way. On an H200 (2026-11-15) 16 lanes
-    are 4 % of 3B's and 8B's token, 4 positions 3 % of SmolLM2's, at a depth of 4096 8 %, and 4 % of 1B's there."""
+    save 4 % of 3B's and 8B's token, 4 positions 3 % of SmolLM2's, and 8 % at a depth of 4096 (4 % of 1B's)."""
     return {"TEAM": min(16 if head_dim % 128 == 0 else 8, caps.subgroup), "TAKES": 4}
 
 

@@ -1,6 +1,6 @@
 """Linears, norms and attention: every row of the route tables on small shapes, with its answer in float64."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,10 @@ FORMS = (
     Weight("f16", 5, 129),
 )  # fmt: skip
 LONG = (Weight("q4", 31, 8448, 32, pair=True, scale="i1"), Weight("q6", 30, 8448, 16, scale="i1"))
-STAGES = ((PLAIN, "norm"), (PLAIN, "merge"), *((weight, "norm") for weight in LONG))
+STAGES = (
+    *((PLAIN, inputs) for inputs in ("norm", "merge", "norm_f32", "merge_f32", "quads_f32")),
+    *((weight, inputs) for weight in LONG for inputs in ("norm", "quads_f32")),
+)
 LEAST_K = {"f32": 1, "i8": 32, "norm": 576, "merge": 576}
 WIDE = (Weight("q4", 8193, 64), Weight("q4", 3073, 64))  # with tiles of their own
 
@@ -79,7 +82,8 @@ def stage_cases(gpu: Gpu) -> Iterator[Case]:
     for weight, inputs in STAGES if gpu.caps.subgroup else ():
         route = routes.joined_linear(weight.shape(1, inputs), routes.Crew(1, 128), gpu.caps)
         compare = partial(linear, gpu, replace(route, grid=lambda *_: (3, 1, 1)), weight, inputs, 1)
-        yield Case(route.kernel, f"{weight.name}, {inputs} x", compare, REQUANTISED)
+        bound = F32 if inputs.endswith("f32") else REQUANTISED
+        yield Case(route.kernel, f"{weight.name}, {inputs} x", compare, bound)
 
 
 def linear(gpu: Gpu, route: Route, weight: Weight, inputs: str, m: int) -> Answer:
@@ -100,15 +104,19 @@ def linear_inputs(gpu: Gpu, m: int, k: int, inputs: str) -> tuple[Any, Array, di
     if inputs == "i8":
         records = oracle.to_records(x)
         return gpu.upload(records, "x"), oracle.from_records(records), {"inputs": "i8"}
-    if inputs == "merge":  # two splits that count alike
+    if inputs == "quads_f32":
+        quads = np.ascontiguousarray(x.reshape(k // 32, 8, 4).swapaxes(0, 1))
+        return gpu.upload(quads, "x"), x.astype(np.float64), {"inputs": inputs}
+    seen: Callable[[Array], Array] = (lambda v: v) if inputs.endswith("f32") else oracle.rounded
+    if inputs.startswith("merge"):  # two splits that count alike
         stats = np.tile(np.array([0.5, 1.0], np.float32), (k // 64, 2, 1))
         made = ops.Made({"stats": gpu.upload(stats, "stats")}, {"HEAD_DIM": 64, "SPLITS": 2}, ("splits_fixed",))
         halves = random("halves").standard_normal((k // 64, 2, 64)).astype(np.float32)
         joined = halves.astype(np.float64).mean(axis=1).reshape(1, k)
-        return gpu.upload(halves, "x"), oracle.rounded(joined), {"inputs": "merge", "made": made}
+        return gpu.upload(halves, "x"), seen(joined), {"inputs": inputs, "made": made}
     weight = random("norm").uniform(0.5, 2.0, k).astype(np.float32)
     made = ops.Made({"norm": gpu.upload(weight, "norm")}, {"EPS": 0.25})
-    return gpu.upload(x, "x"), oracle.rounded(oracle.rms_norm(x, weight, 0.25)), {"inputs": "norm", "made": made}
+    return gpu.upload(x, "x"), seen(oracle.rms_norm(x, weight, 0.25)), {"inputs": inputs, "made": made}
 
 
 # Outputs for which a workgroup brings its rows together: logits with candidates, silu(gate) * up as records
