@@ -199,8 +199,9 @@ def test_matrices_of_other_types_are_other_variants(join_gpu, tmp_path):
     """Also where they have as many bytes, as a packed file may have that says something else."""
     model = load(join_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
     first, other = (layer.attn_output for layer in model.weights.layers[:2])
-    lying = replace(first, parts=(replace(first.parts[0], group=64),))
-    assert shelf_of(first) == shelf_of(other) != shelf_of(lying)
+    assert shelf_of(first) == shelf_of(other)
+    for lie in (dict(group=64), dict(form="q8"), dict(pair=True), dict(scale_bits=32), dict(n=64)):
+        assert shelf_of(replace(first, parts=(replace(first.parts[0], **lie),))) != shelf_of(first)
 
 
 def test_layers_that_are_alike_share_a_shelf(join_gpu):
@@ -259,10 +260,11 @@ def test_a_crew_that_meets_is_found(join_gpu, tmp_path, monkeypatch):
 
 def test_a_driver_that_takes_no_kernel_of_different_types(join_gpu, tmp_path, monkeypatch):
     """Layers of each type get their own."""
-    real = join_gpu.pipeline
+    real, refused = join_gpu.pipeline, []
 
     def pipeline(source: str, label: str) -> Any:
         if "place >> 16u == 1u" in source:
+            refused.append(source)
             raise wgpu.GPUError("too large")
         return real(source, label)
 
@@ -270,7 +272,20 @@ def test_a_driver_that_takes_no_kernel_of_different_types(join_gpu, tmp_path, mo
     path = tiny_llama(tmp_path / "m.gguf", **MODELS["two kinds of down"])
     model = load(join_gpu, path, kv_f32=True)
     assert model.joined and model.joined.alike and [d.label for d in model.plan(1).dispatches].count("layers") == 3
+    assert len(refused) == 1
     check_against_reference(model, path)
+
+
+def test_a_driver_is_not_asked_twice(join_gpu, tmp_path, monkeypatch):
+    refused: list[str] = []
+
+    def pipeline(source: str, label: str) -> Any:
+        refused.append(source)
+        raise wgpu.GPUError("too large")
+
+    model = load(join_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
+    monkeypatch.setattr(join_gpu, "pipeline", pipeline)
+    assert not model.joined.find_crew(model.caches, model.rope, model.recorder) and len(refused) == 1
 
 
 def test_without_one_the_layers_stay_apart(join_gpu, tmp_path, monkeypatch):

@@ -110,7 +110,7 @@ class JoinedLayers:
     def dispatches(self, caches: list[tuple[Any, Any]], rope: Any) -> list[Dispatch]:
         """One, or as few as bindings allow: layers of different types are in one where a kernel may bind enough."""
         found = self.sections(caches, rope, self.alike)
-        if any(d.source.count("var<storage") > self.gpu.caps.storage_buffers for d in found):
+        if not self.alike and any(d.source.count("var<storage") > self.gpu.caps.storage_buffers for d in found):
             return self.sections(caches, rope, alike=True)
         return found
 
@@ -212,17 +212,17 @@ class JoinedLayers:
         """Try how many workgroups run at the same time and see each other's stores; position 0 of the cache and the
         residual stream are then anything."""
         relay_table = self.counted(np.array([[RELAY, 0, 0, 0]], np.uint32))
-        tried: set[str] = set()
+        tried: list[list[str]] = []
         for crew, alike in product(routes.crews(self.config.dim, self.gpu.caps), (False, True)):
             self.crew, self.alike = crew, alike
             work = self.dispatches(caches, rope)
-            if {d.source for d in work} <= tried:
+            if (sources := [d.source for d in work]) in tried:
                 continue
-            tried |= {d.source for d in work}
+            tried.append(sources)
             self.gpu.write(self.meeting, np.array([0, 0, TRIAL, 0], np.uint32))
             try:
                 recorder.submit([(Plan(work), 1, 0)])
-            except wgpu.GPUError:  # the driver does not take so large a kernel
+            except wgpu.GPUError:  # the driver does not take so large a kernel, or so many bindings
                 continue
             relays = [relayed(self.gpu, crew, self.meeting, relay_table, seed) for seed in (1, 2, 3)]
             met = not self.gpu.read(self.meeting, np.uint32, 2)[1]

@@ -15,7 +15,7 @@ from llamagpu.engine import ops, weights
 from llamagpu.engine.llama import RING, Transformer
 from llamagpu.engine.ops import Out
 from llamagpu.engine.weights import Layer, Matrix, Part, Progress, Tensors, Weights
-from llamagpu.files.config import LlamaConfig, rope_table
+from llamagpu.files.config import LlamaConfig, rope_table, used_shapes
 from llamagpu.files.repack import FORMATS, Packed, slice_rows, small
 from llamagpu.files.tiles import ROWS, tile
 from llamagpu.gpu import routes
@@ -30,7 +30,7 @@ Bias = np.ndarray[Any, Any] | None
 
 def suits_tiles(config: LlamaConfig, tensors: Tensors, gpu: Gpu) -> bool:
     c, shapes = config, []
-    for tensor in tensors.values():
+    for tensor in (tensors[name] for name in used_shapes(config, tensors)):
         if len(tensor.shape) == 2:
             (n, k), form = tensor.shape, FORMATS.get(tensor.kind)
             shapes.append(Linear(1, n, k, form.group, form.form) if form else Linear(1, n, k, k, "f16"))
