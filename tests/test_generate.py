@@ -26,7 +26,7 @@ pytest.importorskip("wgpu")
 from llamagpu import Llama, Sampling
 from llamagpu.engine.generate import Token
 from llamagpu.engine.memory import plan_memory
-from llamagpu.engine.synthetic import synthetic_config
+from llamagpu.engine.synthetic import fitting, synthetic_config
 
 GREEDY = Sampling(temperature=0)
 VARIED = Sampling(temperature=3, top_k=0, top_p=1, min_p=0, seed=11)
@@ -349,9 +349,11 @@ def test_memory_plan_of_a_gpu(tmp_path, gpu, monkeypatch, kind, precision):
 
 @pytest.mark.parametrize("fast", [False, True], ids=["high", "fast"])
 @pytest.mark.parametrize("mix", ["Q4_0", "Q4_K_M", "Q8_0"])
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "smollm2"])
 def test_memory_is_that_of_the_file_and_little_more(gpu, monkeypatch, name, mix, fast):
     """On a GPU: the weights as the file has them, the cache, one token's activations, and at most 8 % of these."""
+    if (name, mix) == ("smollm2", "Q4_K_M"):
+        pytest.skip("such a file is of Q5_0 for the most part, which has 8 bits on the device")
     caps = replace(gpu.caps, cpu=False, half=True, join=True, subgroup=32)
     monkeypatch.setattr(gpu, "caps", caps)
     config = synthetic_config(name)
@@ -359,8 +361,8 @@ def test_memory_is_that_of_the_file_and_little_more(gpu, monkeypatch, name, mix,
     mixed = mix == "Q4_K_M"
     six = re.compile(rf"{last}|attn_v|[02468]\.ffn_down" if mixed else last)  # about as in such files
     kinds = {
-        n: "F32" if "norm" in n else "Q6_K" if six.search(n) else "Q4_K" if mixed else mix
-        for n in tensor_shapes(config)
+        n: "F32" if "norm" in n else fitting("Q6_K" if six.search(n) else "Q4_K" if mixed else mix, shape[-1])
+        for n, shape in tensor_shapes(config).items()
     }
     tensors = {n: RawTensor(n, kinds[n], shape, np.zeros(0)) for n, shape in tensor_shapes(config).items()}
     file = sum(math.prod(t.shape) // BLOCKS[t.kind][0] * BLOCKS[t.kind][1] for t in tensors.values())

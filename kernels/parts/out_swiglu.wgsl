@@ -3,7 +3,7 @@ const N: u32 = 2u;       // rows of this part of the matrix
 const ROW0: u32 = 0u;    // its first row in the whole matrix
 const WIDTH: u32 = 2u;   // rows of the whole matrix
 const BIAS: bool = false;
-const QUADS: bool = false;  // in the order of inputs_quads
+const QUADS: bool = false;  // in the order of inputs_quads; needs WIDTH % 64 == 0
 @group(0) @binding(0) var<storage, read_write> y: array<f32>;
 @group(0) @binding(4) var<storage, read> bias: array<f32>;
 fn begin(token: u32, row: u32) {}

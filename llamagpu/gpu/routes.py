@@ -470,7 +470,7 @@ def splits(reach: int, kv_heads: int, m: int = 1) -> int:
 
 def teams(head_dim: int, caps: Caps) -> dict[str, int]:
     """attend_split's lanes for a position, and positions that they have on their way. On an H200 (2026-11-15) 16 lanes
-    save 3 to 4 % of 3B's and 8B's token, 4 positions 5 % of 1B's at a depth of 4096 (and cost 1 % of it at none)."""
+    save 3 to 4 % of 3B's and 8B's token, 4 positions 4 % of 1B's at a depth of 4096 (and cost 1 % of it at none)."""
     return {"TEAM": min(16 if head_dim % 128 == 0 else 8, caps.subgroup), "TAKES": 4}
 
 
