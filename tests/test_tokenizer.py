@@ -379,21 +379,21 @@ def test_ids_outside_the_vocabulary() -> None:
 def test_quick_to_load_and_to_run() -> None:
     """Measured 0.06 s to load and 0.1 s to encode 100 KB; the bounds leave room for a busy machine."""
     meta, text = metadata("llama-bpe"), wiki(100_000)
-    start = time.perf_counter()
+    start = time.process_time()
     tokenizer = Tokenizer.from_gguf(meta)
-    loaded = time.perf_counter()
+    loaded = time.process_time()
     tokenizer.encode(text)
     assert loaded - start < 1
-    assert time.perf_counter() - loaded < 2
+    assert time.process_time() - loaded < 2
 
 
 @pytest.mark.parametrize("name", ["llama-bpe", "refact", "llama-spm"])
 @pytest.mark.parametrize("unit", [*"aA \n!7'", " \n", "a\u0301", "\u4f60", "\U0001f999"])
 def test_no_text_is_slow(name: str, unit: str) -> None:
     text = unit * (50_000 // len(unit))
-    start = time.perf_counter()
+    start = time.process_time()
     ids = vocab(name).encode(text, bos=False)
-    assert time.perf_counter() - start < 5  # measured at most 0.5
+    assert time.process_time() - start < 5  # measured at most 0.5
     assert vocab(name).decode(ids) == text
 
 
@@ -519,7 +519,7 @@ def test_mutated_metadata_never_crashes(make: Any) -> None:
     rng = random.Random(11)
     text = "hello <|eot_id|> \u4f60 <tool>hell\n" * 3
     worked = refused = 0
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(1500):
         meta = make() | {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.eot_token_id": 5}
         for _ in range(rng.randint(1, 3)):
@@ -536,7 +536,7 @@ def test_mutated_metadata_never_crashes(make: Any) -> None:
             assert error.cause and "\n" not in error.cause
             refused += 1
     assert worked > 100 and refused > 100
-    assert time.perf_counter() - start < 60  # measured 2
+    assert time.process_time() - start < 60  # measured 2
 
 
 @pytest.mark.parametrize("make", [small_bpe, small_spm])
@@ -549,7 +549,7 @@ def test_large_hostile_vocabularies_end_soon(make: Any) -> None:
         "tokenizer.ggml.token_type": np.array([*meta["tokenizer.ggml.token_type"], *[3] * count], np.int32),
         "tokenizer.ggml.scores": np.zeros(len(tokens), np.float32),
     }
-    start = time.perf_counter()
+    start = time.process_time()
     tokenizer = Tokenizer.from_gguf(meta)
     assert tokenizer.decode(tokenizer.encode("<199999<5 hello", bos=False)) == "<199999<5 hello"
-    assert time.perf_counter() - start < 10  # measured 0.6
+    assert time.process_time() - start < 10  # measured 0.6
