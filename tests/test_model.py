@@ -1,11 +1,11 @@
 """The transformer on the device against numpy float64: tiny random models of every shape, then real ones."""
 
 import json
-import math
-import time
+from collections import deque
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from llamagpu.engine.llama import Transformer
 from llamagpu.engine.sampler import Sampling, make_sampler
 from llamagpu.engine.tiled import TiledTransformer, load_tiles, suits_tiles
 from llamagpu.engine.weights import load_weights
-from llamagpu.gpu.recorder import Plan, Recorder
+from llamagpu.gpu.recorder import Pending, Plan
 
 # (NMSE, largest error / largest logit). All sums are in f32, measured 1e-12 and 2e-6; a few layers deep.
 F32 = (1e-10, 1e-5)
@@ -338,39 +338,34 @@ def test_greedy_in_batches(model, monkeypatch, batch):
     assert list(islice(model.greedy(), 40)) == want
 
 
-def burn(gpu: Any, seconds: float) -> Plan:
-    """Dispatches that take the adapter so long, or longer."""
-    buffers = {"x": gpu.upload(np.array([0.5, 1, 0, 0], np.float32), "x"), "y": gpu.zeros(1024, "y")}
-    work, taken = gpu.dispatch("peak", (), {"ROUNDS": 1000}, buffers, (1, 1, 1)), []
-    for _ in range(5):
-        started = time.perf_counter()
-        Recorder(gpu).submit([(Plan([work] * 20), 1, 0)], buffers["y"]).wait()
-        taken.append((time.perf_counter() - started) / 20)
-    return Plan([work] * math.ceil(seconds / min(taken)))
-
-
 def test_batches_are_short_however_slow_the_steps(gpu, tmp_path, monkeypatch):
     """Tokens come several at a time, but no later than 50 ms after they were made: the steps of a fast model become
-    slow, then slower than a batch may last. (The three submissions in flight were sized before.)"""
+    slow, then slower than a batch may last. (The three submissions in flight were sized before.) The clock is one
+    that only the steps move on."""
     model = load(gpu, tiny_llama(tmp_path / "m.gguf", kind="Q4_0", layers=1), context=256)
-    slow, slower, steps = burn(gpu, 0.006), burn(gpu, 0.03), model.steps
+    steps, wait, clock = model.steps, Pending.wait, 0.0
     batches: list[tuple[int, int]] = []  # position, size
+    costs = deque([0.0])  # of what was submitted and not waited for; first a choice alone
 
-    def slowed(pos: int, count: int, choose: Plan) -> list[Any]:
+    def noted(pos: int, count: int, choose: Plan) -> list[Any]:
         batches.append((pos, count))
-        extra = [slow if p < 140 else slower for p in range(pos, pos + count) if p >= 100]
-        return [*steps(pos, count, choose), *((plan, 1, 0) for plan in extra)]
+        costs.append(sum(0.001 if p < 100 else 0.006 if p < 140 else 0.03 for p in range(pos, pos + count)))
+        return steps(pos, count, choose)
 
-    monkeypatch.setattr(model, "steps", slowed)
+    def timed(pending: Pending) -> Any:
+        nonlocal clock
+        clock += costs.popleft()
+        return wait(pending)
+
     model.prefill(tokens(5))
-    came = [time.perf_counter() for _ in model.greedy(165)]  # token i is chosen in the step at position 4 + i
-    sizes = {phase: [n for pos, n in batches if first <= pos < end] for phase, first, end in
-             (("fast", 0, 90), ("slow", 126, 140), ("slower", 152, 256))}  # fmt: skip
-    assert 1 < max(sizes["fast"]) <= llama.BATCH
-    assert sizes["slow"] and max(sizes["slow"]) <= 2  # 15 ms / 6
-    assert len(sizes["slower"]) > 2 and max(sizes["slower"]) == 1
-    lasted = [came[pos - 4] - came[pos - 5] for pos, count in batches if count > 1]
-    assert np.median(lasted) < 0.05
+    monkeypatch.setattr(model, "steps", noted)
+    monkeypatch.setattr(Pending, "wait", timed)
+    monkeypatch.setattr(llama, "time", SimpleNamespace(perf_counter=lambda: clock))
+    came = [clock for _ in model.greedy(165)]  # token i is chosen in the step at position 4 + i
+    sizes = {phase: {n for pos, n in batches if first <= pos < end} for phase, first, end in
+             (("fast", 30, 90), ("slow", 126, 140), ("slower", 152, 256))}  # fmt: skip
+    assert sizes == {"fast": {llama.BATCH}, "slow": {2}, "slower": {1}} and not costs
+    assert max(came[pos - 4] - came[pos - 5] for pos, _ in batches if not 140 <= pos < 152) < 0.05
 
 
 def test_greedy_may_stop_anywhere(model, monkeypatch):

@@ -1,5 +1,6 @@
 """The set-up scripts; stand-ins for venv, pip and apt-get note what they were asked."""
 
+import fcntl
 import os
 import re
 import shutil
@@ -150,10 +151,17 @@ def test_killed_half_way_heals(checkout, sent, again):
 
 
 def test_two_runs_at_once_install_once(checkout):
-    runs = [checkout.start(str(i), SLOW="1") for i in range(3)]
+    """All wait for a lock that is held here; then one installs and the others find it done."""
+    checkout.venv.mkdir(parents=True)
+    with (checkout.venv / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        runs = [checkout.start(str(i)) for i in range(3)]
+        for run in runs:
+            assert "waiting for another run" in run.stderr.readline()
+        assert checkout.noted() == []
     results = [run.communicate(timeout=60) for run in runs]
     assert [out for out, _ in results] == ["<0>", "<1>", "<2>"]
-    assert sorted("waiting for another run" in err for _, err in results) == [False, True, True]
+    assert sum("setting up" in err for _, err in results) == 1
     assert checkout.noted() == ["venv", "pip . user=0"]
 
 

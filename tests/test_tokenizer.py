@@ -377,7 +377,7 @@ def test_ids_outside_the_vocabulary() -> None:
 
 
 def test_quick_to_load_and_to_run() -> None:
-    """Measured 0.06 s to load and 0.1 s to encode 100 KB; the bounds leave room for a busy machine."""
+    """Measured 0.06 s to load and 0.1 s to encode 100 KB, by the CPU's clock; the bounds leave room for slower ones."""
     meta, text = metadata("llama-bpe"), wiki(100_000)
     start = time.process_time()
     tokenizer = Tokenizer.from_gguf(meta)
