@@ -399,13 +399,16 @@ def test_full_disk(folder, tmp_path, monkeypatch):
 
 
 MEASURE = """
-import resource, sys, time
+import sys, time, tracemalloc
 from pathlib import Path
 from llamagpu.tools.convert.convert import convert, open_source, plan
 source = open_source(sys.argv[1])
-before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+start = time.process_time()
 convert(source, Path(sys.argv[2]), plan(source, "q4_0"), threads=1)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10, time.process_time() - start)
+used = time.process_time() - start
+tracemalloc.start()
+convert(source, Path(sys.argv[3]), plan(source, "q4_0"), threads=1)
+print(tracemalloc.get_traced_memory()[1], used)
 """
 
 
@@ -416,11 +419,11 @@ def test_memory_and_speed(tmp_path):
     weights = {k: v.astype(np.float16) for k, v in hf_weights(config).items()}
     folder = hf_folder(tmp_path / "m", config, weights)
     size = sum(array.nbytes for array in weights.values())
-    command = [sys.executable, "-c", MEASURE, folder, tmp_path / "x.gguf"]
+    command = [sys.executable, "-c", MEASURE, folder, tmp_path / "x.gguf", tmp_path / "y.gguf"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     memory, seconds = map(float, run.stdout.split())
-    assert memory < 64 << 20, run.stderr
+    assert 0 < memory < 16 << 20, run.stderr  # measured 8 MiB
     assert size / seconds > 50e6  # measured 210 MB/s on a quiet core; half of that when others share its caches
 
 
