@@ -25,6 +25,7 @@ from llamagpu.engine.llama import Transformer
 from llamagpu.engine.sampler import Sampling, make_sampler
 from llamagpu.engine.tiled import TiledTransformer, load_tiles, suits_tiles
 from llamagpu.engine.weights import load_weights
+from llamagpu.gpu import device
 from llamagpu.gpu.recorder import Pending, Plan
 
 # (NMSE, largest error / largest logit). All sums are in f32, measured 1e-12 and 2e-6; a few layers deep.
@@ -191,6 +192,11 @@ def test_norms_inside_the_linears_or_before_them(gpu, tmp_path):
 @pytest.mark.parametrize("name", ["32 weights", "odd widths"])
 def test_int8_activations_only_where_they_fit(gpu, tmp_path, name):
     assert not load(gpu, tiny_llama(tmp_path / "m.gguf", **MODELS[name]), fast=True).fast
+
+
+def test_a_binding_is_no_larger_than_a_buffer(monkeypatch):
+    monkeypatch.setitem(device.FLOOR, "max-buffer-size", 64 << 20)
+    assert open_gpu(LLAMAGPU_FLOOR="1").caps.binding_bytes == 64 << 20
 
 
 @pytest.mark.parametrize("name", ["share 2", "odd widths"])

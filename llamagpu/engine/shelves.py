@@ -28,7 +28,7 @@ class Shelves:
         section, name = layer // self.most, label.removeprefix(f"blk.{layer}.")
         kinds = [kind.get(name.split(".")[0]) for kind in self.kinds]
         alike = [i for i, kind in enumerate(kinds) if i // self.most == section and kind == kinds[layer]]
-        if len(alike) * nbytes > min(self.gpu.caps.binding_bytes, self.gpu.limits["max-buffer-size"]):
+        if len(alike) * nbytes > self.gpu.caps.binding_bytes:
             return self.gpu.zeros(nbytes, label)
         key = section, name, self.given[f"{layer} {label}"], kinds[layer]
         if key not in self.shelves:

@@ -95,7 +95,7 @@ def synthetic_weights(gpu: Gpu, config: LlamaConfig, quant: str, tiled: bool = F
     if not tiled and joinable(c, gpu):
         widest = 2 * c.ffn_dim * c.dim * max(row_bits(fitting(kind, c.dim), gpu) for kind in MIXES[quant]) // 8
         kinds = [dict.fromkeys(("qkv", "ffn_down"), special(i)) for i in range(c.layers)]
-        shelves = Shelves(gpu, kinds, max(1, min(gpu.caps.binding_bytes, gpu.limits["max-buffer-size"]) // widest))
+        shelves = Shelves(gpu, kinds, max(1, gpu.caps.binding_bytes // widest))
 
     def matrix(kinds: list[tuple[str, int]], k: int, label: str, layer: int | None = None) -> Matrix:
         """Rows in these types, one after the other; neighbours of one type are one part."""

@@ -224,7 +224,7 @@ def kinds_of(tensors: Tensors, config: LlamaConfig, gpu: Gpu) -> tuple[list[dict
         sizes[layer, matrix] += shape[0] * row_bytes(kind, shape[1])[0]
     for found in kinds:  # which are no one matrix where their types differ
         found |= dict.fromkeys(("ffn_gate", "ffn_up"), found["gate_up"])
-    return kinds, max(1, min(gpu.caps.binding_bytes, gpu.limits["max-buffer-size"]) // max(sizes.values()))
+    return kinds, max(1, gpu.caps.binding_bytes // max(sizes.values()))
 
 
 def norm_names(config: LlamaConfig) -> list[str]:

@@ -161,7 +161,7 @@ class Gpu:
             half=self.halves_work(),
             subgroup=self.subgroup_size(),
             workgroups=limits["max-compute-workgroups-per-dimension"],
-            binding_bytes=limits["max-storage-buffer-binding-size"],
+            binding_bytes=min(limits["max-storage-buffer-binding-size"], limits["max-buffer-size"]),
             workgroup_bytes=limits["max-compute-workgroup-storage-size"],
             invocations=limits["max-compute-invocations-per-workgroup"],
             storage_buffers=limits["max-storage-buffers-per-shader-stage"],

@@ -15,7 +15,7 @@ class Caps:
     half: bool  # converts f16 itself
     subgroup: int  # lanes of a subgroup, 0: none
     workgroups: int  # per dimension of a dispatch
-    binding_bytes: int  # of one storage binding
+    binding_bytes: int  # of one storage binding, and of a buffer for it
     workgroup_bytes: int
     invocations: int = 256  # of one workgroup
     storage_buffers: int = 8  # of one kernel
