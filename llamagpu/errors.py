@@ -1,4 +1,4 @@
-"""The exceptions users see. Each carries its exit code; `cli.py` is the only place that catches them."""
+"""The exceptions that users see. Each carries its exit code; cli/main.py is the only place that catches them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ class Unsupported(LlamaGpuError):
 
 
 class DoesNotFit(LlamaGpuError):
-    """Weights, KV cache or prompt need more room than the adapter or the context has."""
+    """Weights, KV cache or prompt need more than the adapter or the context has."""
 
     exit_code = 5
 
@@ -50,8 +50,8 @@ class NumericCheckFailed(LlamaGpuError):
 
 
 @contextmanager
-def about(path: object) -> Iterator[None]:
-    """What is found wrong with a file in here names it: those who read parts of it do not know its name."""
+def error_context(path: object) -> Iterator[None]:
+    """Errors about a file that are raised in here name it: those who read parts of it do not know its name."""
     try:
         yield
     except (BadFile, Unsupported) as error:

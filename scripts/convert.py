@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""scripts/convert.py ARGS is `llamagpu convert ARGS`; it wants the packages that `scripts/run` installs."""
+"""scripts/convert.py ARGS is `llamagpu convert ARGS`. It needs the packages that `scripts/run` installs."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from llamagpu.cli import main
+from llamagpu.cli.main import main
 
 sys.argv.insert(1, "convert")
 main()

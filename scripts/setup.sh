@@ -1,16 +1,16 @@
-# Sourced by scripts/run and scripts/test: makes the virtual environment, once. All it says goes to stderr.
+# Sourced by scripts/run and scripts/test. Makes the virtual environment, once. Messages go to stderr.
 
 say() { printf 'llamagpu: %s\n' "$*" >&2; }
 die() { say "$@"; exit 1; }
 
-# set_up KIND, where KIND is run or test. Wants $ROOT, the checkout; after it $VENV is ready for use.
+# set_up run|test: afterwards $VENV is ready to run llamagpu, or its tests. $ROOT is the checkout.
 set_up() {
     find_venv "$1"
     installed "$1" || make_venv "$1"
     check_adapter
 }
 
-# A checkout that cannot be written to gets its environment in the user's cache.
+# The environment of a read-only checkout is in the user's cache.
 find_venv() {
     VENV=$ROOT/.venv
     if installed "$1" || { [ -d "$VENV" ] && [ -w "$VENV" ]; } || { [ ! -e "$VENV" ] && [ -w "$ROOT" ]; }; then
@@ -20,14 +20,14 @@ find_venv() {
     VENV=$cache/venv-$(printf %s "$ROOT" | cksum | cut -d ' ' -f 1)
 }
 
-# What an environment was made from: the interpreter, the place, the declarations.
+# What an environment was made from: the interpreter, the path of the checkout, pyproject.toml.
 fingerprint() { printf '%s\n' "$(readlink -f "$VENV/bin/python" 2>/dev/null)" "$ROOT" "$(<"$ROOT/pyproject.toml")"; }
 
 installed() {
     [ -x "$VENV/bin/python" ] && [ -f "$VENV/.ready-$1" ] && [ "$(<"$VENV/.ready-$1")" = "$(fingerprint)" ]
 }
 
-# Sets PYTHON to one that is new enough and can make environments.
+# Sets PYTHON to an interpreter that is new enough and can make environments.
 find_python() {
     local candidates=(python3 python3.14 python3.13 python3.12 python3.11 python) name version found='' no_venv=''
     [ -z "${LLAMAGPU_PYTHON:-}" ] || candidates=("$LLAMAGPU_PYTHON")
@@ -48,7 +48,7 @@ find_python() {
         "or name it with LLAMAGPU_PYTHON=/path/to/python"
 }
 
-# One line on stderr, which grows with the work. Every step can be killed: the next run starts that step anew.
+# Shows one line that grows with the work. A killed run leaves no damage: the next run repeats the step.
 make_venv() {
     local extras='' started=$SECONDS log=$VENV/install.log
     [ "$1" = run ] || extras='[test,dev]'
@@ -56,7 +56,7 @@ make_venv() {
     mkdir -p "$VENV" 2>/dev/null || die "cannot write to $VENV; set LLAMAGPU_CACHE to a folder that you may write to"
     exec 9>"$VENV/.lock"
     lock
-    if installed "$1"; then exec 9>&-; return; fi  # by another run, meanwhile
+    if installed "$1"; then exec 9>&-; return; fi  # another run was faster
 
     printf %s "llamagpu: setting up $VENV ($("$PYTHON" --version)) ..." >&2
     rm -f "$VENV"/.ready-*
@@ -67,7 +67,7 @@ make_venv() {
     fi
     touch "$VENV/.unfinished"
     printf %s " installing packages (half a minute or so) ..." >&2
-    # A user's pip settings count (index, proxy), but for those that put packages elsewhere.
+    # The user's pip settings apply (index, proxy), except those that install packages elsewhere.
     (cd "$ROOT" && unset PIP_TARGET PIP_PREFIX PIP_ROOT && export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 &&
         "$VENV/bin/python" -P -m pip install --editable ".$extras") >"$log" 2>&1 </dev/null || install_failed "$log"
     fingerprint >"$VENV/.ready-run"
@@ -77,7 +77,7 @@ make_venv() {
     exec 9>&-
 }
 
-# The lock is on file descriptor 9, so it outlives the Python that takes it and ends with this shell.
+# The lock belongs to file descriptor 9: it outlives the Python process that takes it and ends with this shell.
 lock() {
     "$PYTHON" -c '
 import fcntl, sys
@@ -96,7 +96,7 @@ usable() {
 }
 
 install_failed() {
-    rm -f "$VENV/.unfinished"  # pip undoes what it had begun
+    rm -f "$VENV/.unfinished"  # pip undoes an installation that fails
     local remedy='Check `pip config list`, then try again' cause
     cause=$(grep -E '^ *(ERROR|OSError|error):' "$1" | grep -v subprocess-exited | tail -n 1 | sed 's/^ *//') || true
     if grep -q 'No space left' "$1"; then
@@ -108,13 +108,13 @@ install_failed() {
     die "set-up failed: ${cause:-see the log}. $remedy; the whole log is $1"
 }
 
-# No adapter is no reason to stop: some commands need none, and the others say so themselves.
+# A missing adapter is no error here: some commands need none, and the others report it.
 check_adapter() {
     if [ -f "$VENV/.adapter" ] && [ "$(<"$VENV/.adapter")" = "$(drivers)" ]; then return; fi
     local how sudo='sudo ' found=''
     [ "$(id -u)" != 0 ] || sudo=
     if has_adapter || { install_mesa && has_adapter; }; then found=yes; fi
-    { drivers >"$VENV/.adapter"; } 2>/dev/null || true  # not asked again, and said once, until the drivers change
+    { drivers >"$VENV/.adapter"; } 2>/dev/null || true  # the check and the message are repeated only when the drivers change
     [ -z "$found" ] || return 0
     say "no WebGPU adapter was found: install your GPU's Vulkan driver, or Mesa's software driver with"
     for how in 'apt-get install mesa-vulkan-drivers' 'dnf install mesa-vulkan-drivers vulkan-loader' \
@@ -124,11 +124,11 @@ check_adapter() {
     done
 }
 
-# Differs when the checkout, environment and all, has come to another machine or container.
+# Changes with the machine or container that the checkout is on.
 drivers() { printf '%s\n' "${HOSTNAME:-}" /usr/share/vulkan/icd.d/* /etc/vulkan/icd.d/*; }
 
 has_adapter() {
-    # The package never chooses an OpenGL adapter, so it does not count here.
+    # The package never selects an OpenGL adapter, so it does not count here.
     "$VENV/bin/python" -P -c 'import sys, wgpu
 sys.exit(all(a.info["backend_type"] == "OpenGL" for a in wgpu.gpu.enumerate_adapters_sync()))' >/dev/null 2>&1
 }
@@ -139,7 +139,7 @@ install_mesa() {
     local apt=(as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=120) log=$VENV/mesa.log
     command -v apt-get >/dev/null && as_root true 2>/dev/null || return 1
     printf %s "llamagpu: no WebGPU adapter, installing Mesa's software Vulkan driver ..." >&2
-    "${apt[@]}" update >"$log" 2>&1 </dev/null  # if that fails, the lists that are here may do
+    "${apt[@]}" update >"$log" 2>&1 </dev/null  # if that fails, the present lists may suffice
     if "${apt[@]}" install -y --no-install-recommends libvulkan1 mesa-vulkan-drivers >>"$log" 2>&1 </dev/null; then
         printf ' done\n' >&2
     else

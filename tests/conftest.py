@@ -35,16 +35,16 @@ def open_gpu(**settings: str) -> Any:
 
 @pytest.fixture(scope="session")
 def gpu() -> Any:
-    """The adapter with all it offers, shader modules made the trusted way."""
+    """The adapter with all that it offers, shader modules unchecked."""
     return open_gpu()
 
 
 @pytest.fixture(scope="session")
-def floor_gpu() -> Any:
-    """No feature and no limit beyond what WebGPU promises everywhere, shader modules with bounds checks."""
-    return open_gpu(LLAMAGPU_FLOOR="1", LLAMAGPU_TRUSTED="0")
+def minimum_gpu() -> Any:
+    """No feature and no limit beyond what WebGPU guarantees, shader modules with bounds checks."""
+    return open_gpu(LLAMAGPU_MINIMUM_LIMITS="1", LLAMAGPU_UNCHECKED="0")
 
 
-@pytest.fixture(scope="session", params=["full", "floor"])
+@pytest.fixture(scope="session", params=["full", "minimum"])
 def any_gpu(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue("gpu" if request.param == "full" else "floor_gpu")
+    return request.getfixturevalue("gpu" if request.param == "full" else "minimum_gpu")

@@ -1,7 +1,8 @@
-"""Writes Hugging Face folders for tests: safetensors, a tiny random Llama, AWQ and GPTQ packings, tokenizers."""
+"""Writes Hugging Face folders for tests: safetensors, a tiny random Llama, AWQ and GPTQ, tokenizers."""
 
 import json
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ Arrays = dict[str, np.ndarray]
 
 
 def write_safetensors(path: Path, arrays: Arrays, dtype: str | None = None) -> Path:
-    """`dtype` "BF16": f32 arrays are cut to their upper halves."""
+    """With `dtype` "BF16" f32 arrays are cut to their upper halves."""
     header, data = {}, b""
     for name, array in arrays.items():
-        kind = TYPES[array.dtype.name]
-        if dtype == "BF16" and kind == "F32":
-            array, kind = (array.view(np.uint32) >> 16).astype(np.uint16), "BF16"
+        stored = TYPES[array.dtype.name]
+        if dtype == "BF16" and stored == "F32":
+            array, stored = (array.view(np.uint32) >> 16).astype(np.uint16), "BF16"
         raw = np.ascontiguousarray(array).tobytes()
-        header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        header[name] = {"dtype": stored, "shape": array.shape, "data_offsets": [len(data), len(data) + len(raw)]}
         data += raw
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
@@ -33,11 +34,22 @@ def write_safetensors(path: Path, arrays: Arrays, dtype: str | None = None) -> P
 
 def hf_config(**changes: Any) -> dict[str, Any]:
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 64,
-        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "vocab_size": 288,
-        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": 288,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     return config | changes
 
 
@@ -47,12 +59,16 @@ def hf_weights(config: dict[str, Any], seed: int = 0, biases: bool = False) -> A
     hd = config.get("head_dim") or dim // config["num_attention_heads"]
     q, kv = config["num_attention_heads"] * hd, config["num_key_value_heads"] * hd
     shapes = {
-        "self_attn.q_proj": (q, dim), "self_attn.k_proj": (kv, dim), "self_attn.v_proj": (kv, dim),
-        "self_attn.o_proj": (dim, q), "mlp.gate_proj": (ffn, dim), "mlp.up_proj": (ffn, dim),
+        "self_attn.q_proj": (q, dim),
+        "self_attn.k_proj": (kv, dim),
+        "self_attn.v_proj": (kv, dim),
+        "self_attn.o_proj": (dim, q),
+        "mlp.gate_proj": (ffn, dim),
+        "mlp.up_proj": (ffn, dim),
         "mlp.down_proj": (dim, ffn),
-    }  # fmt: skip
+    }
 
-    def matrix(n: int, k: int) -> np.ndarray:  # halves: f16 holds them, so that F16 files lose nothing
+    def matrix(n: int, k: int) -> np.ndarray:  # f16 holds the values, so that F16 files lose nothing
         return (rng.standard_normal((n, k)) / np.sqrt(k)).astype(np.float16).astype(np.float32)
 
     found = {"model.embed_tokens.weight": matrix(vocab, dim)}
@@ -82,23 +98,26 @@ def hf_folder(folder: Path, config: dict[str, Any], weights: Arrays, dtype: str 
     if shards == 1:
         files = ["model.safetensors"]
     else:
-        index = {name: file for file, part in zip(files, names, strict=True) for name in part}
+        index = {name: file for file, some in zip(files, names, strict=True) for name in some}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    for file, part in zip(files, names, strict=True):
-        write_safetensors(folder / file, {name: weights[name] for name in part}, dtype)
+    for file, some in zip(files, names, strict=True):
+        write_safetensors(folder / file, {name: weights[name] for name in some}, dtype)
     return folder
 
 
-def four_bit(
-    weights: Arrays, method: str, group: int, zeros: str, order: bool = False, less: int = 1
+def quantise_linears(
+    weights: Arrays, method: str, group: int, zeros: str, act_order: bool = False, zero_shift: int = 1
 ) -> tuple[Arrays, Arrays]:
-    """Every linear packed as AWQ or GPTQ packs it; and the f32 weights that this means, by their plain names.
-    `zeros`: "8", "even" (powers of two: times a scale they fit f16) or "any"; GPTQ stores them `less` one."""
+    """Every linear with random weights, as AWQ or GPTQ stores it; and the f32 weights that the arrays stand for.
+
+    `zeros`: all zero points are "8", "even" (powers of two: times a scale they fit f16) or "any". GPTQ stores them
+    less `zero_shift`. With `act_order` the columns of a group are spread over the row.
+    """
     rng = np.random.default_rng(7)
-    packed, meant = {}, {}
+    arrays, exact = {}, {}
     for name, array in weights.items():
         if "_proj.weight" not in name:
-            packed[name] = meant[name] = array.astype(np.float16).astype(np.float32)
+            arrays[name] = exact[name] = array.astype(np.float16).astype(np.float32)
             continue
         n, k = array.shape
         g = k if group == -1 else group
@@ -106,38 +125,36 @@ def four_bit(
         z = rng.integers(1, 16, (n, k // g)) if zeros == "any" else 2 ** rng.integers(1, 4, (n, k // g))
         z = np.full_like(z, 8) if zeros == "8" else z
         s = (rng.uniform(0.5, 1.5, (n, k // g)) * 0.02).astype(np.float16)
-        of = np.arange(k) // g
-        if order:
-            of = rng.permutation(of)
-        meant[name] = (q - z[:, of]).astype(np.float32) * s.astype(np.float32)[:, of]
+        groups = np.arange(k) // g
+        if act_order:
+            groups = rng.permutation(groups)
+        exact[name] = (q - z[:, groups]).astype(np.float32) * s.astype(np.float32)[:, groups]
         prefix = name.removesuffix(".weight")
         if method == "awq":
-            packed[f"{prefix}.qweight"] = awq_words(q.T)
-            packed[f"{prefix}.qzeros"] = awq_words(z.T)
+            arrays[f"{prefix}.qweight"] = awq_words(q.T)
+            arrays[f"{prefix}.qzeros"] = awq_words(z.T)
         else:
-            words = np.zeros((k // 8, n), np.uint32)
-            for i in range(8):
-                words |= q.T[i::8].astype(np.uint32) << np.uint32(4 * i)
-            packed[f"{prefix}.qweight"] = words.view(np.int32)
-            packed[f"{prefix}.qzeros"] = gptq_zeros(z.T - less)
-            packed[f"{prefix}.g_idx"] = of.astype(np.int32)
-        packed[f"{prefix}.scales"] = np.ascontiguousarray(s.T)
-    return packed, meant
+            arrays[f"{prefix}.qweight"] = gptq_words(q).T.copy()
+            arrays[f"{prefix}.qzeros"] = gptq_words(z.T - zero_shift)
+            arrays[f"{prefix}.g_idx"] = groups.astype(np.int32)
+        arrays[f"{prefix}.scales"] = np.ascontiguousarray(s.T)
+    return arrays, exact
+
+
+def pack_words(values: np.ndarray, order: Iterable[int]) -> np.ndarray:
+    """[r, 8c] -> [r, c]: nibble i of a word, from the lowest, is the word's value order[i]."""
+    words = np.zeros((len(values), values.shape[1] // 8), np.uint32)
+    for i, column in enumerate(order):
+        words |= values[:, column::8].astype(np.uint32) << np.uint32(4 * i)
+    return words.view(np.int32)
 
 
 def awq_words(values: np.ndarray) -> np.ndarray:
-    """[r, 8c] -> [r, c]: bits 0-3 hold the word's first value, 4-7 its third, ..., 16-19 its second, ..."""
-    words = np.zeros((len(values), values.shape[1] // 8), np.uint32)
-    for place, column in zip(range(0, 32, 4), [0, 2, 4, 6, 1, 3, 5, 7], strict=True):
-        words |= values[:, column::8].astype(np.uint32) << np.uint32(place)
-    return words.view(np.int32)
+    return pack_words(values, [0, 2, 4, 6, 1, 3, 5, 7])
 
 
-def gptq_zeros(values: np.ndarray) -> np.ndarray:
-    words = np.zeros((len(values), values.shape[1] // 8), np.uint32)
-    for i in range(8):
-        words |= values[:, i::8].astype(np.uint32) << np.uint32(4 * i)
-    return words.view(np.int32)
+def gptq_words(values: np.ndarray) -> np.ndarray:
+    return pack_words(values, range(8))
 
 
 # Tokenizers
@@ -161,32 +178,29 @@ def spm_model(metadata: dict[str, Any], prefix: bool = True, model_type: int = 2
 
     out = b""
     columns = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
-    for text, score, kind in zip(*columns, strict=True):
+    for text, score, token_type in zip(*columns, strict=True):
         piece = field(1, text.encode()) + field(2, float(score))
-        out += field(1, piece + (field(3, int(kind)) if kind != 1 else b""))
+        out += field(1, piece + (field(3, int(token_type)) if token_type != 1 else b""))
     return out + field(2, field(3, model_type)) + field(3, field(1, b"nfkc") + field(3, int(prefix)))
 
 
 def bpe_json(metadata: dict[str, Any], splits: list[dict[str, Any]], **model: Any) -> dict[str, Any]:
     """tokenizer.json of a byte-level GGUF vocabulary."""
-    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
-    added = [i for i, kind in enumerate(kinds) if kind in (3, 4)]
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    added = {i for i, token_type in enumerate(types) if token_type in (3, 4)}
+    vocab = {token: i for i, token in enumerate(tokens) if i not in added}
     return {
         "version": "1.0",
-        "added_tokens": [
-            {"id": i, "content": tokens[i], "special": bool(kinds[i] == 3), "single_word": False, "lstrip": False,
-             "rstrip": False, "normalized": False}
-            for i in added
-        ],
+        "added_tokens": [added_token(i, tokens[i], bool(types[i] == 3)) for i in sorted(added)],
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": {token: i for i, token in enumerate(tokens) if i not in set(added)},
-            "merges": metadata["tokenizer.ggml.merges"],
-            **model,
-        },
-    }  # fmt: skip
+        "model": {"type": "BPE", "vocab": vocab, "merges": metadata["tokenizer.ggml.merges"], **model},
+    }
+
+
+def added_token(id: int, content: str, special: bool) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": id, "content": content, "special": special, **flags}
 
 
 def byte_level(use_regex: bool) -> dict[str, Any]:

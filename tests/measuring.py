@@ -1,4 +1,4 @@
-"""What the tests of the measuring commands share: llamagpu ARGS in this process, with the tests' open device."""
+"""Runs a command in this process, on the device of the tests."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from llamagpu import cli
+from llamagpu.cli import main as cli
 from llamagpu.gpu.device import Gpu
 
 
@@ -21,7 +21,9 @@ class Result(NamedTuple):
 
 
 class Runner:
-    def __init__(self, gpu: Any, monkeypatch: Any, capfd: Any) -> None:
+    """measure("bench", ...) runs `llamagpu bench ...`."""
+
+    def __init__(self, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
         self.monkeypatch, self.capfd = monkeypatch, capfd
         monkeypatch.setattr(Gpu, "open", lambda wanted=None: gpu)
         monkeypatch.setattr(gpu, "close", lambda: None)
@@ -32,10 +34,16 @@ class Runner:
         with pytest.raises(SystemExit) as ended:
             cli.main()
         out, err = self.capfd.readouterr()
+        assert isinstance(ended.value.code, int)
         return Result(ended.value.code, out, err)
 
 
 @pytest.fixture
-def measure(gpu, monkeypatch, capfd, tmp_path) -> Runner:
-    monkeypatch.setenv("LLAMAGPU_CACHE", str(tmp_path / "cache"))
+def measure(
+    gpu: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Runner:
+    monkeypatch.setenv("LLAMAGPU_CACHE", str(tmp_path_factory.mktemp("cache")))
     return Runner(gpu, monkeypatch, capfd)

@@ -13,12 +13,12 @@ EMBEDDING = "token_embd"
 class Reference:
     """One sequence with its key/value cache. Rounded where the device stores f16, so that what is left is the
     arithmetic's own error: F32 and BF16 matrices (unless `exact`), and with `kv_f16` keys and values. With
-    `fast` the inputs of a linear of one row, as the last one always is, are rounded to 1/127 of the largest
-    of their 32; with `fast_many` those of several rows."""
+    `int8_decode` the inputs of a linear of one row, as the last one always is, are rounded to 1/127 of the largest
+    of their 32; with `int8_prefill` those of several rows."""
 
     def __init__(
         self, file: GgufFile, *, exact: bool = False, kv_f16: bool = False,
-        fast: bool = False, fast_many: bool = False,
+        int8_decode: bool = False, int8_prefill: bool = False,
     ) -> None:  # fmt: skip
         meta, arch = file.metadata, file.metadata["general.architecture"]
         self.layers = meta[f"{arch}.block_count"]
@@ -30,7 +30,7 @@ class Reference:
         self.window = meta.get(f"{arch}.attention.sliding_window", 0) if arch == "llama" else 0
         self.neox = arch == "qwen2"
         self.exact, self.kv_type = exact, np.float16 if kv_f16 else np.float64
-        self.fast, self.fast_many = fast, fast_many
+        self.int8_decode, self.int8_prefill = int8_decode, int8_prefill
         self.w = {name: self.load(tensor) for name, tensor in file.tensors.items()}
         dims = meta.get(f"{arch}.rope.dimension_count", self.head_dim)
         base = meta.get(f"{arch}.rope.freq_base", 10000.0)
@@ -40,8 +40,8 @@ class Reference:
         self.clear()
 
     def load(self, tensor: RawTensor) -> np.ndarray:
-        values = dequantize(tensor.data, GGMLQuantizationType[tensor.kind]).reshape(tensor.shape)
-        if not self.exact and len(tensor.shape) == 2 and tensor.kind in ("F32", "BF16"):
+        values = dequantize(tensor.data, GGMLQuantizationType[tensor.ggml_type]).reshape(tensor.shape)
+        if not self.exact and len(tensor.shape) == 2 and tensor.ggml_type in ("F32", "BF16"):
             values = values.astype(np.float16)
         return values.astype(np.float64)
 
@@ -71,7 +71,7 @@ class Reference:
         return x / np.sqrt((x * x).mean(axis=1, keepdims=True) + self.eps) * self.w[f"{name}.weight"]
 
     def linear(self, x: np.ndarray, name: str) -> np.ndarray:
-        if self.fast if len(x) == 1 or name in ("output", EMBEDDING) else self.fast_many:
+        if self.int8_decode if len(x) == 1 or name in ("output", EMBEDDING) else self.int8_prefill:
             blocks = x.reshape(-1, 32)
             step = np.abs(blocks).max(axis=1, keepdims=True) / 127
             x = (np.rint(blocks / step) * step).reshape(x.shape)

@@ -1,4 +1,4 @@
-"""`bench`: the tests it makes, the formats it writes, what it measures; and the comparison of two runs."""
+"""`bench`: its cases, what it measures, the formats that it writes; and the comparison of two runs."""
 
 import csv
 import io
@@ -7,94 +7,121 @@ import re
 import sqlite3
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, SHARED, open_gpu
+from conftest import ROOT, open_gpu
 from gguf_builder import tiny_llama
-from measuring import measure  # noqa: F401
+from measuring import Runner, measure  # noqa: F401
 
 import llamagpu
-from llamagpu.tools.report import FIELDS, LLAMA_BENCH_FIELDS, OUR_FIELDS, SAMPLES
+from llamagpu.bench.report import FIELDS, LLAMA_BENCH_FIELDS, OUR_FIELDS, SAMPLES
 
 pytest.importorskip("wgpu")
-from llamagpu.engine.layers import matrices as matrices_of
-from llamagpu.engine.llama import Transformer
-from llamagpu.engine.synthetic import MIXES, SHAPES, synthetic_config, synthetic_weights
-from llamagpu.gpu.device import nbytes
-from llamagpu.gpu.timing import Span, Stamps, Stopwatch, busy_ns
-from llamagpu.tools import bench_tests, report
-from llamagpu.tools.bench import Settings, bench, between_tokens, release, short_count
-from llamagpu.tools.bench_tests import BadValue, Test, make_tests, numbers
-from llamagpu.tools.kernel_bench import matrices
+from llamagpu import markdown
+from llamagpu.bench import bench as bench_module
+from llamagpu.bench import cases, report
+from llamagpu.bench.bench import BenchOptions, bench, between_tokens, model_facts, short_count
+from llamagpu.bench.cases import BadValue, BenchCase, make_cases, numbers
+from llamagpu.bench.kernels import matrices
+from llamagpu.engine.load import ModelSource, load_model, open_source
+from llamagpu.engine.options import Backend, EngineOptions, KvType
+from llamagpu.engine.sequence import Sequence
+from llamagpu.engine.synthetic import MIXES, SHAPES, SyntheticFile, synthetic_config
+from llamagpu.files.gguf_file import BLOCKS
+from llamagpu.gpu.device import Gpu
+from llamagpu.gpu.recorder import Plan, Step
+from llamagpu.gpu.timing import Span, Stopwatch, Timestamps, busy_ns
 
-Test.__test__ = False  # pytest: it is none
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture
+def shared_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """`bench` opens and closes a device of its own; here it gets the one of the tests."""
+    monkeypatch.setattr(Gpu, "open", lambda wanted=None: gpu)
+    monkeypatch.setattr(gpu, "close", lambda: None)
+    return gpu
 
 
 @pytest.fixture(scope="module")
-def rows(gpu):
-    """One prompt, one generation, one of both, the latter at two depths."""
+def rows(gpu: Gpu) -> Rows:
+    """A prompt, a generation, and both together, at two depths."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llamagpu.tools.bench.Gpu.open", lambda wanted=None: gpu)
+        patch.setattr(Gpu, "open", lambda wanted=None: gpu)
         patch.setattr(gpu, "close", lambda: None)
-        tests = make_tests([5], [6], [(4, 3)], [0, 16], [2048], [512], [None])
-        return list(bench("tiny:q4_0", tests, Settings(repetitions=3)))
+        patch.setattr(gpu, "pipelines", {})  # other tests may have compiled the same kernels
+        wanted = make_cases([5], [6], [(4, 3)], [0, 16], [2048], [512], [None])
+        return list(bench("tiny:q4_0", wanted, BenchOptions(repetitions=3)))
 
 
-# Which tests
+# Cases
 
 
 @pytest.mark.parametrize(
     "texts, want",
     [
-        (["512"], [512]), (["1,2", "3"], [1, 2, 3]), (["3-6"], [3, 4, 5, 6]), (["0-9+4"], [0, 4, 8]),
-        (["1-20*3"], [1, 3, 9]), (["128-512*2,7"], [128, 256, 512, 7]), (["5-3"], []), (["0"], [0]),
+        (["512"], [512]),
+        (["1,2", "3"], [1, 2, 3]),
+        (["3-6"], [3, 4, 5, 6]),
+        (["0-9+4"], [0, 4, 8]),
+        (["1-20*3"], [1, 3, 9]),
+        (["128-512*2,7"], [128, 256, 512, 7]),
+        (["5-3"], []),
+        (["0"], [0]),
     ],
-)  # fmt: skip
-def test_numbers(texts, want):
+)
+def test_numbers(texts: list[str], want: list[int]) -> None:
     assert numbers(texts) == want
 
 
 @pytest.mark.parametrize("text", ["", "x", "1-", "-3", "1-5/2", "0-8*2", "1-8*1", "1-8+0", "1.5", "1-2-3", "1,,2"])
-def test_what_is_no_number(text):
+def test_bad_numbers_are_refused(text: str) -> None:
     with pytest.raises(BadValue) as error:
         numbers([text])
     assert error.value.exit_code == 2
 
 
-def test_order_is_that_of_llama_bench():
-    """Settings outside, then prompts, generations and pairs; what has no tokens is left out."""
-    tests = make_tests([8, 0], [4], [(2, 3), (0, 0)], [0, 5], [64], [16, 32], [None])
-    named = [(t.n_ubatch, t.n_depth, t.n_prompt, t.n_gen) for t in tests]
-    each = [(8, 0), (0, 4), (2, 3)]
-    assert named == [(ub, d, *kind) for ub in (16, 32) for d in (0, 5) for kind in each]
+def test_order_is_that_of_llama_bench() -> None:
+    """Settings outside, then prompts, generations and pairs. Cases without tokens are left out."""
+    made = make_cases([8, 0], [4], [(2, 3), (0, 0)], [0, 5], [64], [16, 32], [None])
+    lengths = [(8, 0), (0, 4), (2, 3)]
+    want = [(ubatch, depth, *length) for ubatch in (16, 32) for depth in (0, 5) for length in lengths]
+    assert [(case.n_ubatch, case.n_depth, case.n_prompt, case.n_gen) for case in made] == want
 
 
-def test_steps_of_a_test():
-    assert list(Test(64, 4, None, 10, 9, 2).steps()) == [(4, 10), (4, 14), (1, 18), (1, 19), (1, 20)]
-    assert list(Test(64, 4, None, 0, 0, 2).steps()) == [(1, 1), (1, 2)]  # a choice needs a token before it
-    assert bench_tests.positions([Test(64, 4, None, 10, 9, 2)]) >= 21
+def test_steps_of_a_case() -> None:
+    both = BenchCase(64, 4, None, 10, 9, 2)
+    assert list(both.steps()) == [(4, 10), (4, 14), (1, 18), (1, 19), (1, 20)]
+    assert list(BenchCase(64, 4, None, 0, 0, 2).steps()) == [(1, 1), (1, 2)]  # sampling needs a token before it
+    assert cases.positions([both]) >= 21
 
 
 # Formats
 
 
-def test_fields_are_those_of_the_survey():
-    survey = SHARED / "FEATURES.md"
-    if not survey.exists():
-        pytest.skip("the survey of other tools is not on this machine")
-    line = re.search(r"\*\*CSV/JSON/SQL fields, in order\*\*: (.*)", survey.read_text())[1]
-    listed = re.match(r"[\w ,()Z-]+?(?=; JSON)", line.replace("(ISO-8601 Z)", ""))[0]
-    assert tuple(name.strip() for name in listed.split(",")) == LLAMA_BENCH_FIELDS
+def test_fields_are_those_of_llama_bench() -> None:
+    """The fields of llama-bench's CSV, JSON and SQL, in its order."""
+    fields = """
+        build_commit build_number cpu_info gpu_info backends model_filename model_type model_size model_n_params
+        n_batch n_ubatch n_threads cpu_mask cpu_strict poll type_k type_v n_gpu_layers n_cpu_moe split_mode main_gpu
+        no_kv_offload flash_attn devices tensor_split tensor_buft_overrides load_mode embeddings no_op_offload no_host
+        fit_target fit_min_ctx n_prompt n_gen n_depth test_time avg_ns stddev_ns avg_ts stddev_ts
+    """
+    assert " ".join(LLAMA_BENCH_FIELDS) == " ".join(fields.split())
 
 
-def written(rows, kind: str, *extra: str) -> str:
-    printer = report.printer(kind, extra)
+def written(rows: Rows, output: str, *extra: str) -> str:
+    printer = report.printer(output, extra)
     return printer.header() + "".join(printer.row(row) for row in rows) + printer.footer()
 
 
-def test_csv(rows):
+def test_csv(rows: Rows) -> None:
     found = list(csv.reader(io.StringIO(written(rows, "csv"))))
     assert tuple(found[0]) == FIELDS and found[0][: len(LLAMA_BENCH_FIELDS)] == list(LLAMA_BENCH_FIELDS)
     assert len(found) == 1 + len(rows)
@@ -103,20 +130,20 @@ def test_csv(rows):
     assert float(first["avg_ts"]) == pytest.approx(rows[0]["avg_ts"], abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["json", "jsonl"])
-def test_json(rows, kind):
-    text = written(rows, kind)
-    found = json.loads(text) if kind == "json" else [json.loads(line) for line in text.splitlines()]
+@pytest.mark.parametrize("output", ["json", "jsonl"])
+def test_json(rows: Rows, output: str) -> None:
+    text = written(rows, output)
+    found = json.loads(text) if output == "json" else [json.loads(line) for line in text.splitlines()]
     assert [list(row) for row in found] == [[*LLAMA_BENCH_FIELDS, *SAMPLES, *OUR_FIELDS]] * len(rows)
     assert found[1]["n_gen"] == 6 and found[1]["embeddings"] is False and found[1]["ttft_ns"] is None
     assert len(found[1]["samples_ns"]) == 3
 
 
-def test_json_of_nothing():
+def test_json_without_rows() -> None:
     assert json.loads(written([], "json")) == []
 
 
-def test_sql_is_what_sqlite_takes(rows):
+def test_sqlite_takes_the_sql(rows: Rows) -> None:
     quoted = [row | {"cpu_info": "Bob's; DROP TABLE llama_bench"} for row in rows]
     database = sqlite3.connect(":memory:")
     database.executescript(written(quoted, "sql"))
@@ -125,156 +152,335 @@ def test_sql_is_what_sqlite_takes(rows):
     assert found[0][2] == pytest.approx(rows[0]["avg_ts"], abs=1e-5) and found[1][3] is None
 
 
-def test_markdown(rows):
-    names, lines, *cells = written(rows, "md").splitlines()
-    cells, (empty, build) = cells[:-2], cells[-2:]
-    split = [[cell.strip() for cell in line.strip("|").split("|")] for line in (names, *cells)]
+def test_markdown(rows: Rows) -> None:
+    names, lines, *body = written(rows, "md").splitlines()
+    body, (empty, build) = body[:-2], body[-2:]
+    split = [[cell.strip() for cell in line.strip("|").split("|")] for line in (names, *body)]
     assert split[0] == ["model", "size", "params", "backend", "ngl", "test", "t/s"]
     assert re.fullmatch(r"\|( -{2,}[-:] \|){7}", lines)
     assert [row[5] for row in split[1:]] == ["pp5", "tg6", "pp4+tg3", "pp5 @ d16", "tg6 @ d16", "pp4+tg3 @ d16"]
     assert all(re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d", row[6]) for row in split[1:])
-    assert split[1][1].endswith(" MiB") and split[1][2] == "0.46 M"
+    assert split[1][1:3] == ["0.28 MiB", "0.46 M"]
     assert empty == "" and build == f"build: {llamagpu.__version__}"
-    assert len({len(line) for line in (names, lines, *cells)}) == 1
+    assert len({len(line) for line in (names, lines, *body)}) == 1
 
 
-def test_markdown_shows_what_was_set(rows):
+def test_markdown_shows_what_was_set(rows: Rows) -> None:
     header = written(rows, "md", "type_v", "n_batch", "flash_attn").splitlines()[0]
     shown = [cell.strip() for cell in header.strip("|").split("|")]
     assert shown[4:] == ["ngl", "n_batch", "type_v", "fa", "test", "t/s"]
 
 
-def test_table_is_aligned():
-    lines = report.table(("name", "m"), [["a", "1"], ["bcdefg", "12"]]).splitlines()
+def test_table_is_aligned() -> None:
+    lines = markdown.table(("name", "m"), [["a", "1"], ["bcdefg", "12"]]).splitlines()
     assert lines == ["| name   |   m |", "| ------ | --: |", "| a      |   1 |", "| bcdefg |  12 |"]
 
 
-# What is measured
+# Measuring, with a clock and a recorder of known times
 
 
-def test_rows_agree_with_themselves(rows):
+class FakeEngine:
+    """Takes the times of `runs`: seconds of the prefill, and of the decode, of each run in turn."""
+
+    gpu = SimpleNamespace(software=True)
+    config = SimpleNamespace(vocab=10)
+
+    def __init__(self, runs: list[tuple[float, float]]) -> None:
+        self.now, self.runs, self.calls = 100.0, list(runs), []  # type: ignore[var-annotated]
+
+    def prefill(self, sequence: Sequence, ids: list[int]) -> None:
+        assert all(0 <= token < 10 for token in ids)
+        self.calls.append(("prefill", len(sequence), len(ids)))
+        self.now += self.runs[0][0]
+        sequence.ids += ids
+
+    def greedy(self, sequence: Sequence, most: int) -> Iterator[int]:
+        self.calls.append(("greedy", len(sequence), most))
+        self.now += self.runs[0][1]
+        yield from range(most)
+
+    def wait_idle(self, gpu: object) -> None:
+        self.calls.append(("wait",))
+
+
+class FakeRecorder:
+    def __init__(self, taken: list[tuple[list[Span], list[list[float]] | None]]) -> None:
+        self.taken = list(taken)
+
+    def take_spans(self) -> tuple[list[Span], Any]:
+        spans, passes = self.taken.pop(0)
+        return spans, None if passes is None else np.array(passes)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, Any], FakeEngine]]:
+    def run(
+        case: BenchCase, runs: list[tuple[float, float]], taken: list[Any], **options: Any
+    ) -> tuple[dict[str, Any], FakeEngine]:
+        engine, recorder = FakeEngine(runs), FakeRecorder(taken)
+        clock = SimpleNamespace(perf_counter=lambda: engine.now, strftime=time.strftime, gmtime=time.gmtime)
+        monkeypatch.setattr(bench_module, "time", clock)
+        monkeypatch.setattr(bench_module, "TimedRecorder", lambda gpu: recorder)
+        monkeypatch.setattr(bench_module, "wait_idle", engine.wait_idle)
+        monkeypatch.setattr(bench_module, "warm_up", lambda gpu, warm: warm())
+        starts = []
+
+        def check() -> None:  # called once when a run begins
+            if starts:
+                engine.runs.pop(0)
+            starts.append(engine.now)
+
+        found = bench_module.measure(engine, case, BenchOptions(**options), check)  # type: ignore[arg-type]
+        assert not recorder.taken and len(engine.runs) == 1, "all of the runs took place"
+        return found, engine
+
+    return run
+
+
+def test_measured_prompt_and_generation(measured: Callable[..., Any]) -> None:
+    """Two runs to warm up, two repetitions of 0.4 and 0.6 s for 6 tokens, and one to the first token."""
+    runs = [(9.0, 9.0), (9.0, 9.0), (0.1, 0.3), (0.2, 0.4), (0.1, 0.05)]
+    prefill = Span(1, 10, began=1.0, recorded=1.001, submitting=1.002, submitted=1.004)  # nobody waits for it
+    times = dict(began=2.0, recorded=2.003, submitting=2.003, submitted=2.004)
+    two_tokens = [Span(1, 1, **times, done=3.0), Span(4, 21, **times, done=3.2)]
+    one_by_one = [Span(1, 1, **times, done=4.0), Span(2, 11, **times, done=4.1), Span(2, 11, **times, done=4.4)]
+    taken = [
+        ([], None),  # of the warm-up
+        ([prefill, *two_tokens], [[0.0, 2e8]]),
+        ([prefill, *one_by_one], [[0.0, 1e8], [5e7, 3e8]]),  # passes that overlap
+        ([], None),  # of the run to the first token
+    ]
+    row, engine = measured(BenchCase(64, 4, None, 3, 4, 2), runs, taken, repetitions=2)
+    both, first = [("prefill", 3, 4), ("greedy", 7, 3)], [("prefill", 3, 4), ("greedy", 7, 1)]
+    assert [call for call in engine.calls if call != ("wait",)] == [*both, *first, *both, *both, *first]
+    assert row["samples_ns"] == [400_000_000, 600_000_000] and row["samples_ts"] == [15.0, 10.0]
+    assert (row["avg_ns"], row["stddev_ns"]) == (500_000_000, 141_421_356)
+    assert (row["avg_ts"], row["median_ts"]) == (12.5, 12.5) and row["stddev_ts"] == pytest.approx(3.5355339)
+    assert row["ttft_ns"] == 150_000_000
+    # 0.1, 0.1, 0.1 and 0.3 s between tokens
+    assert row["itl_p50_ns"] == pytest.approx(1e8) and row["itl_p95_ns"] == pytest.approx(2.7e8)
+    assert row["gpu_ns"] == 250_000_000
+    assert row["encode_ns"] == pytest.approx(8_500_000) and row["submit_ns"] == pytest.approx(4_500_000)
+    assert row["dispatches_per_token"] == pytest.approx(65 / 12)
+
+
+def test_measured_generation_alone(measured: Callable[..., Any]) -> None:
+    """It starts from one token in the cache, and has no time to the first token."""
+    span = Span(1, 1, 0.0, 0.0)
+    row, engine = measured(
+        BenchCase(64, 4, None, 0, 0, 3),
+        [(9.0, 9.0), (9.0, 2.0)],
+        [([], None), ([span], None), ([], None)],
+        repetitions=1,
+    )
+    assert engine.calls == [("wait",), ("greedy", 1, 4)] * 2
+    assert (row["avg_ts"], row["stddev_ts"], row["stddev_ns"]) == (1.5, 0.0, 0)
+    assert row["ttft_ns"] is None and row["itl_p50_ns"] is None and row["gpu_ns"] is None
+
+
+def test_measured_prompt_alone(measured: Callable[..., Any]) -> None:
+    """The clock runs until the device is idle. Without a warm-up the first run counts."""
+    runs = [(0.5, 9.0), (0.25, 0.25)]
+    row, engine = measured(BenchCase(64, 4, None, 0, 8, 0), runs, [([], None)] * 3, repetitions=1, warmup=False)
+    wait, prefill = ("wait",), ("prefill", 0, 8)
+    assert engine.calls == [wait, prefill, wait, wait, prefill, ("greedy", 8, 1)]
+    assert (row["avg_ts"], row["ttft_ns"]) == (16.0, 500_000_000) and row["itl_p95_ns"] is None
+
+
+def test_real_rows_are_complete(rows: Rows) -> None:
     for row in rows:
-        tokens = row["n_prompt"] + row["n_gen"]
-        assert row["samples_ts"] == pytest.approx([1e9 * tokens / ns for ns in row["samples_ns"]])
-        assert row["avg_ts"] == pytest.approx(np.mean(row["samples_ts"]))
-        assert row["stddev_ts"] == pytest.approx(np.std(row["samples_ts"], ddof=1), abs=1e-3)
-        assert min(row["samples_ts"]) <= row["median_ts"] <= max(row["samples_ts"])
-        assert 0 < row["encode_ns"] + row["submit_ns"] < row["avg_ns"]
-        if row["gpu_ns"] is not None:  # the device is not busy for longer than the clock on the wall ran
-            assert 0 < row["gpu_ns"] < 1.1 * row["avg_ns"]
-        moved = (row["weight_bytes_per_token"] + row["kv_bytes_per_token"]) * tokens
-        assert row["gbps"] == pytest.approx(moved / row["avg_ns"])
-        assert row["copy_share"] == pytest.approx(row["gbps"] / row["copy_gbps"])
+        assert len(row["samples_ns"]) == 3 and min(row["samples_ns"]) > 0 and row["encode_ns"] > 0
+        assert row["gpu_ns"] is None or row["gpu_ns"] > 0
         assert (row["ttft_ns"] is None) == (row["n_prompt"] == 0)
         assert (row["itl_p50_ns"] is None) == (row["n_gen"] == 0)
-        if row["n_gen"]:
-            assert 0 < row["itl_p50_ns"] <= row["itl_p95_ns"] <= max(row["samples_ns"])
+        assert row["load_ns"] > 0 and row["gpu_bytes_peak"] > row["model_size"]
+    assert rows[0]["compile_ns"] > 0
 
 
-def test_work_is_counted(rows):
-    """By hand for the tiny model: f32 cache of 2 layers, 2 kv heads of 64; every matrix once per step."""
+def test_work_of_the_tiny_model(rows: Rows, gpu: Gpu) -> None:
+    """Computed by hand: 2 layers of 196,608 weights, 65,536 in the output; every step reads every matrix once."""
     pp, tg, both, pp_deep, tg_deep, _ = rows
-    c = synthetic_config("tiny")
-    linear = sum(w.n * w.k for _, w in matrices("tiny")) * c.layers
-    per_position = 2 * c.layers * c.kv_heads * c.head_dim * (2 if tg["type_k"] == "f16" else 4)
-    assert tg["kv_bytes_per_token"] == per_position * np.mean([2, 3, 4, 5, 6, 7])
-    assert tg_deep["kv_bytes_per_token"] == per_position * np.mean([17, 18, 19, 20, 21, 22])
-    assert pp_deep["kv_bytes_per_token"] == per_position * 21 / 5
-    assert pp["weight_bytes_per_token"] == tg["weight_bytes_per_token"] / 5
-    assert both["weight_bytes_per_token"] == tg["weight_bytes_per_token"] * 4 / 7
-    attention = 4 * c.layers * c.heads * c.head_dim * (1 + 2 + 3 + 4 + 5)
-    flops = 2 * 5 * linear + 2 * c.vocab * c.dim + attention
-    assert pp["tflops"] == pytest.approx(flops / pp["avg_ns"] / 1e3)
+    # a row of 128 weights in q4 is 64 bytes and 4 groups: textures have scale and offset in f32, buffers a scale
+    step_bytes = 376_832 if gpu.caps.cpu else 290_816 if gpu.caps.native_f16 else 319_488
+    assert tg["weight_bytes_per_token"] == step_bytes
+    assert pp["weight_bytes_per_token"] == step_bytes / 5 and both["weight_bytes_per_token"] == step_bytes * 4 / 7
+    # keys and values of a position: 2 layers, 2 heads of 64, 2 or 4 bytes each
+    position = 1024 if tg["type_k"] == "f16" else 2048
+    assert tg["kv_bytes_per_token"] == position * 4.5  # positions 2 to 7
+    assert tg_deep["kv_bytes_per_token"] == position * 19.5  # positions 17 to 22
+    assert pp_deep["kv_bytes_per_token"] == position * 4.2  # 21 positions for 5 tokens
+    # 5 * 2 * 393,216 in the layers, 2 * 65,536 in the output, 15 * 2,048 in attention
+    assert pp["tflops"] * pp["avg_ns"] * 1e3 == pytest.approx(4_093_952)
+    # 6 * (2 * 393,216 + 2 * 65,536), 27 * 2,048 in attention
+    assert tg["tflops"] * tg["avg_ns"] * 1e3 == pytest.approx(5_560_320)
 
 
-def test_counts_in_words():
+def test_rates() -> None:
+    """A made-up model: 1000 bytes of weights and 10 of cache for each position, in 2 steps of 100 ns in all."""
+    matrix = SimpleNamespace(n=10, k=20)
+    weights = SimpleNamespace(layers=[SimpleNamespace(matrices=[matrix] * 3)], output=matrix, token_bytes=1000)
+    config = SimpleNamespace(sliding_window=0, layers=1, q_width=8)
+    loaded, engine = (
+        SimpleNamespace(config=config, weights=weights),
+        SimpleNamespace(cache=SimpleNamespace(position_bytes=10)),
+    )
+    case = BenchCase(4, 4, None, 0, 6, 0)  # 4 rows, then 2
+    found = bench_module.rates(loaded, engine, case, 100.0, 42e9)  # type: ignore[arg-type]
+    assert found == {
+        "weight_bytes_per_token": pytest.approx(2000 / 6),
+        "kv_bytes_per_token": pytest.approx(100 / 6),  # 4 positions, then 6
+        "gbps": pytest.approx(21.0),
+        "copy_gbps": 42.0,
+        "copy_share": pytest.approx(0.5),
+        "tflops": pytest.approx((2 * 6 * 600 + 2 * 2 * 200 + 4 * 8 * 21) / 1e5),
+    }
+    windowed = replace(case, n_depth=100)
+    config.sliding_window = 5
+    found = bench_module.rates(loaded, engine, windowed, 100.0, 42e9)  # type: ignore[arg-type]
+    assert found["kv_bytes_per_token"] == pytest.approx(10 * (9 + 7) / 6)  # the window and the step's own rows
+
+
+def test_model_facts(tmp_path: Any) -> None:
+    found = model_facts(open_source("tiny:q4_0"))
+    # 393,216 weights of Q4_0, 65,536 of Q8_0, 5 norms of 128 f32
+    assert (found.params, found.size) == (459_392, 221_184 + 69_632 + 2_560)
+    assert (found.filename, found.type) == ("synthetic:tiny:q4_0", "tiny Q4_0 (random)")
+    path = tiny_llama(tmp_path / "m.gguf", metadata={"general.file_type": 15})
+    named = model_facts(open_source(path))
+    assert (named.filename, named.type) == (str(path), f"llama {short_count(named.params)} Q4_K - Medium")
+
+
+def test_counts_in_words() -> None:
     assert [short_count(n) for n in (12, 260_000, 134_515_008, 1_235_814_400)] == ["12", "260K", "135M", "1.24B"]
 
 
-def test_time_between_tokens():
-    """Three batches after the first choice: of 1, 2 and 4 tokens."""
+def test_time_between_tokens() -> None:
+    """Three submissions after the first token: of 1, 2 and 4 tokens."""
     spans = [Span(1, 1, 0, 0, 0, 1.0), Span(2, 9, 0, 0, 0, 1.1), Span(4, 18, 0, 0, 0, 1.5), Span(8, 36, 0, 0, 0, 1.9)]
     assert between_tokens(spans) == pytest.approx([1e8] + [2e8] * 2 + [1e8] * 4)
     assert between_tokens([Span(3, 9, 0, 0, 0)]) == []  # a prefill: nobody waited
 
 
-def test_busy_time_counts_overlaps_once():
+def test_busy_time_counts_overlaps_once() -> None:
     assert busy_ns(np.array([[0, 10], [5, 12], [20, 30], [22, 25]])) == 12 + 10
 
 
-def test_timestamps_beyond_one_query_set(gpu):
+def test_timestamps_beyond_one_query_set(gpu: Gpu) -> None:
     if "timestamp-query-inside-passes" not in gpu.features:
         pytest.skip("the adapter has no timestamps inside passes")
     buffer, watch = gpu.zeros(64, "y"), Stopwatch(gpu)
-    work = gpu.dispatch("fill_random", (), {"WORDS": 16, "VALUE": 7}, {"y": buffer}, (1, 1, 1))
-    from llamagpu.gpu.recorder import Plan
-
-    for count in (5000, 3):  # the second time the places are used again
-        stamps, span = watch.each_ns([(Plan([work] * count), 1, 0)])
+    dispatch = gpu.dispatch("fill_random", (), {"WORDS": 16, "VALUE": 7}, {"y": buffer}, (1, 1, 1))
+    for count in (5000, 3):  # the second time the queries are used again
+        stamps, span = watch.dispatches_ns([Step(Plan([dispatch] * count))])
         assert len(stamps) == count + 1 and span.dispatches == count
         assert (np.diff(stamps) >= 0).all() and stamps[-1] > stamps[0]
-    assert len(Stamps(gpu).read()) == 0
+    assert len(Timestamps(gpu).read()) == 0
+
+
+# Models
+
+
+def test_groups_share_the_weights(shared_gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases with other chunks and KV types get engines of their own on weights that are loaded once."""
+    found = []
+    monkeypatch.setattr(
+        bench_module, "load_model", lambda *args, **more: found.append(load_model(*args, **more)) or found[0]
+    )
+    before = shared_gpu.allocated_bytes
+    wanted = make_cases([6], [2], [], [0], [2048], [2, 8], [KvType.F32, KvType.F16])
+    rows = list(bench("tiny", wanted, BenchOptions(repetitions=1, warmup=False)))
+    assert [(row["n_ubatch"], row["type_k"]) for row in rows] == [
+        (ubatch, kv_type) for ubatch in (2, 8) for kv_type in ("f32", "f16") for _ in range(2)
+    ]
+    assert len(found) == 1 and found[0].settings.backend is Backend.BUFFERS  # an f16 cache has no textures
+    assert shared_gpu.allocated_bytes - before == found[0].memory.weights  # every engine is freed
+
+
+def test_cases_beyond_the_context_of_the_training(shared_gpu: Gpu) -> None:
+    wanted = make_cases([4], [], [], [1100], [2048], [512], [None])  # tiny was "trained" for 1024
+    assert [row["n_depth"] for row in bench("tiny", wanted, BenchOptions(repetitions=1))] == [1100]
+
+
+def test_probe_gets_an_engine_of_its_own(shared_gpu: Gpu) -> None:
+    """The probe unfuses its engine; the rows are measured with another one."""
+    probed = []
+    wanted = make_cases([], [2], [], [0], [2048], [512], [None])
+    (row,) = bench(
+        "tiny", wanted, BenchOptions(repetitions=1), probe=lambda engine, copy: probed.append((engine, copy))
+    )
+    ((engine, copy),) = probed
+    assert copy == row["copy_gbps"] * 1e9 and not engine.model.plans  # freed
+
+
+def test_an_engine_frees_all_that_it_allocates(gpu: Gpu) -> None:
+    for device in (gpu, open_gpu(LLAMAGPU_FUSED="1")):
+        loaded = load_model("tiny:q4_0", EngineOptions(context=64, chunk=16, backend=Backend.BUFFERS), gpu=device)
+        loaded.engine.free()
+        before = device.allocated_bytes
+        engine = loaded.another_engine(EngineOptions(context=64, chunk=16))
+        assert device.allocated_bytes > before and (device is gpu or engine.model.fused)
+        list(engine.greedy(Sequence(ids=[1]), 2))
+        engine.free()
+        assert device.allocated_bytes == before
 
 
 # Parameters as published, norms included
 PARAMS = {
-    "llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824, "llama-3.1-8b": 8_030_261_248,
-    "smollm2": 134_515_008, "tinyllama": 1_100_048_384, "llama-2-7b": 6_738_415_616,
-}  # fmt: skip
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "smollm2": 134_515_008,
+    "tinyllama": 1_100_048_384,
+    "llama-2-7b": 6_738_415_616,
+}
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_synthetic_shapes_are_the_real_ones(name):
-    s = SHAPES[name]
-    layer = sum(w.n * w.k for _, w in matrices(name)) + 2 * s.dim
-    assert s.layers * layer + s.vocab * s.dim * (1 if s.tied else 2) + s.dim == PARAMS[name]
+def test_synthetic_shapes_are_the_real_ones(name: str) -> None:
+    assert model_facts(open_source(name)).params == PARAMS[name]
+    layer = sum(weight.n * weight.k for _, weight in matrices(name)) + 2 * SHAPES[name].dim  # of `bench kernels`
+    outside = SHAPES[name].vocab * SHAPES[name].dim * (1 if SHAPES[name].tied else 2) + SHAPES[name].dim
+    assert SHAPES[name].layers * layer + outside == PARAMS[name]
 
 
 @pytest.mark.parametrize("quant", MIXES)
-@pytest.mark.parametrize("name", ["tiny", "smollm2", "qwen2.5-0.5b", "llama-3.2-1b"])
-def test_synthetic_weights_are_of_types_that_their_rows_can_have(gpu, name, quant):
-    """Rows are whole blocks, and all that a kernel reads is there."""
-    config = replace(synthetic_config(name), layers=2, vocab=512)
-    weights = synthetic_weights(gpu, config, quant)
-    for matrix in (weights.output, *(m for layer in weights.layers for m in matrices_of(layer))):
-        for part in matrix.parts:
-            words = part.n * part.k * {"q4": 4, "q6": 6, "q8": 8, "f16": 16}[part.form] // 8
-            values = part.n * part.k // part.group * (1 + part.pair)
-            scales = values * part.scale_bits // 8 + (part.n * part.k // 256 * 4 if part.scale_bits == 8 else 0)
-            assert nbytes(part.words) == words and (part.scales is None or nbytes(part.scales) == scales)
-            assert part.k % (256 if part.scale_bits == 8 else 32) == 0 and (part.scales is None) == (scales == 0)
+@pytest.mark.parametrize("name", SHAPES)
+def test_synthetic_tensors_are_of_types_that_their_rows_can_have(name: str, quant: str) -> None:
+    for tensor in SyntheticFile(f"{name}:{quant}").tensors.values():
+        assert tensor.shape[-1] % BLOCKS[tensor.ggml_type][0] == 0, tensor
 
 
-def test_a_model_is_given_back_whole(gpu, tmp_path):
-    """Caches are slices of buffers; and so is what joined layers hand on."""
-    for device in (gpu, open_gpu(LLAMAGPU_JOIN="1")):
-        config = synthetic_config("tiny")
-        weights = synthetic_weights(device, config, "q4_0")
-        before = device.allocated_bytes
-        model = Transformer(device, config, weights, None, 64, chunk=16)
-        assert device.allocated_bytes > before and (device is gpu or model.joined)
-        release(model)
-        assert device.allocated_bytes == before
+@pytest.mark.parametrize("backend", [None, Backend.BUFFERS])
+@pytest.mark.parametrize("quant", MIXES)
+def test_synthetic_weights_keep_activations_finite(gpu: Gpu, quant: str, backend: Backend | None) -> None:
+    config = replace(synthetic_config("tiny"), dim=256)  # whole super-blocks
+    file = SyntheticFile(f"tiny:{quant}", config)
+    source = ModelSource(file, config, file.matrices())
+    loaded = load_model(source, EngineOptions(context=16, backend=backend), gpu=gpu)
+    loaded.engine.prefill(Sequence(), [3, 1, 4])
+    logits = loaded.engine.read_logits()
+    loaded.engine.free()
+    assert np.isfinite(logits).all() and np.abs(logits).max() > 1e-3
 
 
 # The command
 
 
-def test_synthetic_models_in_both_precisions(measure):  # noqa: F811
+def test_synthetic_models_in_both_precisions(measure: Runner) -> None:  # noqa: F811
     for precision in ("fast", "high"):
         flags = ("-p", "4", "-n", "2", "-r", "1", "-o", "json", "-q", "--precision", precision)
         result = measure("bench", "--synthetic", "tiny", *flags)
-        assert result.code == 0 and len(result.json) == 2
+        assert result.code == 0 and [row["precision"] for row in result.json] == [precision] * 2
 
 
-def test_pasted_llama_bench_flags(measure):  # noqa: F811
+def test_pasted_llama_bench_flags(measure: Runner) -> None:  # noqa: F811
     flags = "-ngl 99 -t 4,8 --n_cpu_moe=0 -mmp 0 -sm none --poll 50 -fa 1 -r 1 -o json -q --no-warmup"
     result = measure("bench", "--synthetic", "tiny", "-p", "4", "-n", "0", *flags.split())
     assert result.code == 0 and len(result.json) == 1
     assert "-ngl -t --n-cpu-moe -mmp -sm --poll" in result.err and "-fa" not in result.err
 
 
-def test_stdout_carries_only_the_table(measure):  # noqa: F811
+def test_stdout_carries_only_the_table(measure: Runner) -> None:  # noqa: F811
     result = measure("bench", "--synthetic", "tiny,tiny:f16", "-p", "4", "-n", "0", "-r", "1", "--progress")
     assert result.code == 0
     table = [line for line in result.out.splitlines() if line]
@@ -282,44 +488,56 @@ def test_stdout_carries_only_the_table(measure):  # noqa: F811
     assert result.err.count("starting") == 2 and result.err.count("of a copy") == 2
 
 
-def test_two_outputs_and_details(measure):  # noqa: F811
+def test_two_outputs_and_details(measure: Runner) -> None:  # noqa: F811
     result = measure("bench", "--synthetic", "tiny", "-p", "4", "-n", "0", "-r", "1", "-oe", "jsonl", "-q", "-v")
     assert result.code == 0 and json.loads(result.err)["n_prompt"] == 4
     assert "median t/s" in result.out and "gpu/wall" in result.out and "a copy " in result.out
 
 
-def test_a_file(measure, tmp_path):  # noqa: F811
-    path = tiny_llama(tmp_path / "m.gguf", kind="Q4_0", context=256)
+def test_a_file(measure: Runner, tmp_path: Any) -> None:  # noqa: F811
+    path = tiny_llama(tmp_path / "m.gguf", context=256)
     both = ["-ctk", "f16,f32", "-ctv", "f16,f32"]
     result = measure("bench", "-m", path, "-p", "4", "-n", "3", *both, "-d", "3", "-r", "1", "-o", "json", "-q")
     assert result.code == 0
     rows = result.json
     assert [(r["n_prompt"], r["type_k"]) for r in rows] == [(4, "f16"), (0, "f16"), (4, "f32"), (0, "f32")]
     assert {r["model_filename"] for r in rows} == {str(path)}
-    assert all(r["model_size"] < path.stat().st_size and r["gpu_bytes_peak"] > r["model_size"] for r in rows)
+    assert all(r["model_size"] < path.stat().st_size and r["gpu_bytes_peak"] > 0 for r in rows)
+
+
+def test_too_little_memory_is_said_before_the_first_row(measure: Runner, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setenv("LLAMAGPU_MAX_MEMORY", "8")
+    result = measure("bench", "--synthetic", "tiny", "-p", "4", "-n", "0", "-d", "0,6000", "-r", "1")
+    assert result.code == 5 and result.out == "" and "MiB" in result.err
 
 
 @pytest.mark.parametrize(
     "args, code",
     [
-        (["-p", "x"], 2), (["-pg", "5"], 2), (["-o", "xml"], 2), (["-ctk", "q8_0"], 2),
-        (["-ctk", "f16", "-ctv", "f32"], 2), (["-r", "0"], 2), (["--synthetic", "nope"], 1),
-        (["--synthetic", "tiny:q9"], 1), (["-m", "no/such/file.gguf"], 1), (["--nonsense"], 2),
+        (["-p", "x"], 2),
+        (["-pg", "5"], 2),
+        (["-o", "xml"], 2),
+        (["-ctk", "q8_0"], 2),
+        (["-ctk", "f16", "-ctv", "f32"], 2),
+        (["-r", "0"], 2),
+        (["--synthetic", "nope"], 1),
+        (["--synthetic", "tiny:q9"], 1),
+        (["-m", "no/such/file.gguf"], 1),
+        (["--nonsense"], 2),
     ],
-)  # fmt: skip
-def test_what_cannot_be(measure, args, code):  # noqa: F811
+)
+def test_bad_arguments(measure: Runner, args: list[str], code: int) -> None:  # noqa: F811
     result = measure("bench", *args)
     assert result.code == code and result.out == "" and "bug" not in result.err
 
 
-def test_plot(measure, tmp_path, monkeypatch):  # noqa: F811
+def test_plot_without_matplotlib(measure: Runner, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     missing = measure("bench", "--synthetic", "tiny", "--plot", tmp_path / "x.png")
     assert missing.code == 1 and "llamagpu[plot]" in missing.err and missing.out == ""
-    monkeypatch.undo()
 
 
-def test_plot_is_a_picture(measure, tmp_path):  # noqa: F811
+def test_plot_is_a_picture(measure: Runner, tmp_path: Any) -> None:  # noqa: F811
     pytest.importorskip("matplotlib")
     args = ["-p", "4", "-n", "2", "-d", "0,8", "-r", "2", "-q"]
     result = measure("bench", "--synthetic", "tiny", *args, "--plot", tmp_path / "x.png")
@@ -330,20 +548,20 @@ def test_plot_is_a_picture(measure, tmp_path):  # noqa: F811
 # Two runs
 
 
-def row(avg: float, spread: float, **more) -> str:
+def row(avg: float, spread: float, **more: Any) -> str:
     samples = [avg - spread, avg, avg + spread]
     facts = {"model_type": "llama 1B Q4_0", "n_prompt": 512, "n_gen": 0, "n_depth": 0, "precision": "fast"}
     return json.dumps(facts | {"avg_ts": avg, "stddev_ts": spread, "samples_ts": samples} | more)
 
 
-def compare(tmp_path, old: list[str], new: list[str], *args: str) -> subprocess.CompletedProcess:
+def compare(tmp_path: Any, old: list[str], new: list[str], *args: str) -> "subprocess.CompletedProcess[str]":
     for name, lines in (("old", old), ("new", new)):
         (tmp_path / name).write_text("\n".join(lines) + "\n")
     command = [sys.executable, ROOT / "scripts/bench_compare.py", tmp_path / "old", tmp_path / "new", *args]
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_compare(tmp_path):
+def test_compare(tmp_path: Any) -> None:
     old = [row(100, 1), row(50, 1, n_depth=64), row(10, 0.01, n_gen=8), row(70, 1, n_prompt=1)]
     new = [row(98, 1), row(40, 1, n_depth=64), row(12, 0.01, n_gen=8), row(70, 1, n_prompt=2)]
     result = compare(tmp_path, old, new)
@@ -356,6 +574,6 @@ def test_compare(tmp_path):
     assert compare(tmp_path, old, new, "--least", "25").returncode == 0
 
 
-def test_compare_what_cannot_be(tmp_path):
+def test_compare_refuses_files_that_it_cannot_compare(tmp_path: Any) -> None:
     assert compare(tmp_path, [row(1, 0)], [row(1, 0, n_gen=3)]).returncode == 2
     assert "old" in compare(tmp_path, ["nonsense"], [row(1, 0)]).stderr

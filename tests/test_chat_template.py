@@ -376,11 +376,7 @@ def test_mutated_templates_never_crash(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(rng.randint(1, 2)):
             at, end = sorted(rng.randrange(len(text) + 1) for _ in range(2))
             end = min(end, at + 6)
-            text = (
-                text[:at]
-                + rng.choice(["", text[at:end] * 2, rng.choice(bits), rng.choice(bits)])
-                + text[end:]
-            )
+            text = text[:at] + rng.choice(["", text[at:end] * 2, rng.choice(bits), rng.choice(bits)]) + text[end:]
         try:
             run(text)
             worked += 1

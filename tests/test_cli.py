@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what comes out where, exit codes, Ctrl-C, pipes, terminals."""
+"""The command line: help, stdout and stderr, exit codes, Ctrl-C, pipes, terminals."""
 
 import io
 import json
@@ -9,22 +9,38 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import typer
 from conftest import ROOT, shared_data
 from gguf_builder import tiny_llama, tiny_parts, write_gguf
 
-from llamagpu import cli
-from llamagpu.engine import selfcheck
+from llamagpu import __version__
+from llamagpu.cli import main as cli
+from llamagpu.engine import precision
 from llamagpu.files.gguf_file import GgufFile
 from llamagpu.files.tokenizer import Tokenizer
 from llamagpu.gpu.device import Gpu
+from llamagpu.llama import Llama
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[a]"
-RANDOM = ["--ignore-eos", "--seed", "7"]  # random weights would end their text anywhere
+RANDOM = ["--ignore-eos", "--seed", "7"]  # random weights may sample the end token anywhere
+ENDLESS = 1 << 20  # a context that no test fills
+
+
+def subcommands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command of the app: ("generate",), ("models",), ("models", "pull") ..."""
+    for name, child in getattr(command, "commands", {}).items():
+        yield (*words, name)
+        yield from subcommands(child, (*words, name))
+
+
+COMMANDS = list(subcommands(typer.main.get_command(cli.app)))
+every_command = pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 
 
 class Result(NamedTuple):
@@ -48,13 +64,21 @@ def chat_model(tmp_path_factory) -> Path:
     return tiny_llama(file, context=512, metadata={"tokenizer.chat_template": TEMPLATE})
 
 
+@pytest.fixture(scope="module")
+def endless_model(tmp_path_factory) -> Path:
+    """Generates until it is interrupted, on a fast GPU, too."""
+    file = tmp_path_factory.mktemp("model") / "endless.gguf"
+    return tiny_llama(file, context=ENDLESS, metadata={"tokenizer.chat_template": TEMPLATE})
+
+
 @pytest.fixture
 def run(gpu, monkeypatch, capfdbinary):
     """llamagpu ARGS in this process, with the tests' open device."""
     opened = Gpu.open
     monkeypatch.setattr(Gpu, "open", lambda wanted=None: opened(wanted) if wanted else gpu)
     monkeypatch.setattr(gpu, "close", lambda: None)
-    monkeypatch.delenv("LLAMAGPU_DEBUG", raising=False)
+    monkeypatch.setenv("LLAMAGPU_DEBUG", "0")  # --debug sets it; this restores it after the test
+    monkeypatch.delenv("LLAMAGPU_DEBUG")
 
     def call(*args: object, stdin: bytes = b"", **env: str) -> Result:
         monkeypatch.setattr(sys, "argv", ["llamagpu", *map(str, args)])
@@ -73,12 +97,13 @@ def run(gpu, monkeypatch, capfdbinary):
     return call
 
 
-def start(*args: object, **options) -> subprocess.Popen:
-    """llamagpu ARGS in a process of its own, which Ctrl-C reaches."""
+def start(*args: object, patch: str = "", **options) -> subprocess.Popen:
+    """llamagpu ARGS in a process of its own, which Ctrl-C reaches. `patch` is Python code that runs first."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    run = ["-c", f"{patch}\nfrom llamagpu.cli.main import main\nmain()"] if patch else ["-m", "llamagpu"]
     return subprocess.Popen(
-        [sys.executable, "-m", "llamagpu", *map(str, args)],
+        [sys.executable, *run, *map(str, args)],
         env=env,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         **streams,
@@ -94,40 +119,75 @@ def finish(process: subprocess.Popen) -> Result:
 
 
 def test_bare_command_shows_help(run):
+    assert {("generate",), ("chat",), ("models", "pull"), ("bench", "kernels"), ("convert",)} <= set(COMMANDS)
     for args in ([], ["--help"], ["-h"]):
         result = run(*args)
         assert result.code == 0 and not result.err
-        for command in (b"generate", b"chat", b"tokenize", b"perplexity", b"devices", b"models"):
-            assert b"\n  " + command in result.out
+        for name, *_ in COMMANDS:
+            assert f"\n  {name} " in result.out.decode()
 
 
-def test_every_command_has_help(run):
-    for command in ("generate", "chat", "tokenize", "perplexity", "devices", "models"):
-        result = run(command, "--help")
-        assert result.code == 0 and result.out.startswith(b"Usage: ")
+def find_command(group: Any, words: tuple[str, ...]) -> Any:
+    for word in words:
+        group = group.commands[word]
+    return group
+
+
+@every_command
+def test_every_command_has_help(run, words):
+    result = run(*words, "--help")
+    assert result.code == 0 and not result.err
+    assert result.out.decode().startswith("Usage: ") and f" {' '.join(words)} " in result.out.decode().splitlines()[0]
+    without = [p.name for p in find_command(typer.main.get_command(cli.app), words).params if not p.help]
+    assert not without
+
+
+@every_command
+def test_every_command_refuses_unknown_options(run, words):
+    result = run(*words, "--no-such-option")
+    assert result.code == 2 and not result.out
+    assert result.err.startswith("Usage: ") and "--no-such-option" in result.err
+
+
+@every_command
+def test_every_command_reports_a_bug_and_debug_shows_the_traceback(run, monkeypatch, words):
+    group = typer.main.get_command(cli.app)
+    command = find_command(group, words)
+    monkeypatch.setattr(command, "callback", lambda **_: 1 / 0)
+    monkeypatch.setattr(cli, "app", group)
+    args = [*words, *("x" for param in command.params if param.required)]
+    result = run(*args)
+    assert (result.code, result.out) == (1, b"")
+    cause, remedy = result.err.splitlines()
+    assert cause == "error: ZeroDivisionError: division by zero"
+    assert remedy.strip() == "this is a bug; --debug shows where"
+    result = run(*args, "--debug")
+    assert result.code == 1 and "Traceback" in result.err and result.err.endswith(f"{cause}\n{remedy}\n")
 
 
 def test_help_imports_nothing_heavy():
     code = (
-        "import sys; sys.argv = ['llamagpu', 'generate', '--help']\n"
-        "from llamagpu.cli import main\n"
-        "try: main()\n"
-        "except SystemExit: print(*sys.modules, file=sys.stderr)"
+        "import sys\n"
+        "from llamagpu.cli.main import main\n"
+        f"for words in [[], *{COMMANDS}]:\n"
+        "    sys.argv = ['llamagpu', *words, '--help']\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert end.code == 0\n"
+        "print(*sys.modules, file=sys.stderr)"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     loaded = set(run.stderr.split())
-    assert "typer" in loaded
-    assert not loaded & {"numpy", "wgpu", "jinja2", "rich", "huggingface_hub", "gguf", "platformdirs"}
+    assert "typer" in loaded and run.stdout.count("Usage: ") == len(COMMANDS) + 1
+    assert not loaded & {"numpy", "wgpu", "jinja2", "rich", "huggingface_hub", "gguf", "platformdirs", "filelock"}
 
 
 def test_version(run):
-    assert run("--version") == (0, b"llamagpu 0.1.0\n", "")
+    assert run("--version") == (0, f"llamagpu {__version__}\n".encode(), "")
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["generate", "--nope"], "--nope"),
         (["nope"], "nope"),
         (["generate", "-p", "x", "--temp", "-1"], "--temp"),
         (["generate", "-p", "x", "-n", "-2"], "--predict"),
@@ -161,14 +221,14 @@ def test_usage_errors_of_our_own(run, model, chat_model):
         assert f"error: {said}" in result.err or said in result.err.splitlines()[-2]  # a cause, then a remedy
 
 
-# The text that goes in
+# Prompts
 
 
 TEXTS = [b"a b", b" a  b \n\n", b"\n", b"\xff\xfe a\r\nb\x00\xc3", "caf\u00e9 \U0001f600".encode()]
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=repr)
-def test_prompts_byte_for_byte(run, model, tmp_path, text):
+def test_prompt_bytes_are_kept(run, model, tmp_path, text):
     file = tmp_path / "prompt.txt"
     file.write_bytes(text)
     want = Tokenizer.from_gguf(GgufFile(model).metadata).encode(text.decode("utf-8", "surrogateescape"))
@@ -203,7 +263,7 @@ def test_template_with_invalid_utf8(run, chat_model):
     assert 258 in result.json["prompt_ids"]  # the token <0xFF>
 
 
-# The text that comes out
+# Output
 
 
 def test_stdout_is_the_text_and_one_newline(run, model):
@@ -235,7 +295,7 @@ def test_one_line_of_summary(run, gpu, model):
 
 
 @pytest.mark.parametrize("tokens, parts", [(0, 2), (1, 3), (2, 4)])
-def test_summary_says_nothing_of_speeds_that_nobody_measured(run, model, tokens, parts):
+def test_summary_omits_speeds_that_were_not_measured(run, model, tokens, parts):
     line = run("generate", "-m", model, "-p", "a b", "-n", tokens, *RANDOM).err.splitlines()[-1]
     assert line.count("|") == parts - 1 and " 0.0 tok/s" not in line
 
@@ -247,18 +307,19 @@ def test_software_adapter_is_named_once(run, gpu, model):
 
 
 @pytest.mark.parametrize("cache", ["f16", "f32"])
-def test_a_cache_that_is_slow_on_a_software_adapter_is_named(run, gpu, model, cache):
+def test_f16_cache_on_a_software_adapter_gets_a_warning(run, gpu, model, cache):
     result = run("generate", "-p", "a", "-n", 1, "-m", model, "-ctk", cache, *RANDOM)
     assert ("several times as slow" in result.err) == (gpu.software and cache == "f16")
 
 
-def test_verbose(run, model):
-    result = run("generate", "-m", model, "-p", "a b", "-n", 5, "-v", *RANDOM)
-    said = result.err
+def test_verbose(run, gpu, model):
+    said = run("generate", "-m", model, "-p", "a b", "-n", 5, "-v", *RANDOM).err
+    with Llama(model, device=gpu) as llama:
+        settings = f"precision {llama.precision}, {'fused' if llama.fused else 'unfused'}\n"
     stages = ("weights  ", "KV cache (1024)", "scratch", "total", "header ", "seed 7", "load ")
     places = [said.index(stage) for stage in stages]
-    assert places == sorted(places)  # the plan comes before the work
-    assert "device " in said and "kernels " in said and "precision " in said and "layers apart" in said
+    assert places == sorted(places)  # the memory plan comes first
+    assert "device " in said and "kernels " in said and settings in said
 
 
 def test_seeds(run, model):
@@ -280,7 +341,7 @@ def test_stop(run, model):
     assert run(*args, "--stop", whole[4:7], "--json").json["finish_reason"] == "stop"
 
 
-def test_nothing_to_write(run, model):
+def test_no_new_tokens(run, model):
     result = run("generate", "-m", model, "-p", "a b", "-n", 0)
     assert result.code == 0 and result.out == b"\n" and "| prompt 5 tokens, " in result.err
 
@@ -300,12 +361,12 @@ def test_names_of_llama_cpp_and_mlx(run, model):
     assert len(run(*args, "-n", 7, *more).json["ids"]) == 7
 
 
-def test_environment_twins(run, model):
+def test_environment_variables(run, model):
     args = ["generate", "-p", "a b", "--json"]
     env = {"LLAMAGPU_MODEL": str(model), "LLAMAGPU_PREDICT": "9", "LLAMAGPU_IGNORE_EOS": "1"}
-    drawn = run(*args, LLAMAGPU_TEMP="2.5", LLAMAGPU_SEED="5", LLAMAGPU_TOP_K="0", **env).json["ids"]
-    assert len(drawn) == 9
-    assert drawn == run(*args, "--temp", 2.5, "-s", 5, "--top-k", 0, **env).json["ids"]
+    sampled = run(*args, LLAMAGPU_TEMP="2.5", LLAMAGPU_SEED="5", LLAMAGPU_TOP_K="0", **env).json["ids"]
+    assert len(sampled) == 9
+    assert sampled == run(*args, "--temp", 2.5, "-s", 5, "--top-k", 0, **env).json["ids"]
     assert len(run(*args, "-n", 4, **env).json["ids"]) == 4  # the command line wins
     quiet = run("generate", "-p", "a b", LLAMAGPU_QUIET="1", **env)
     assert quiet.out and not quiet.err
@@ -316,13 +377,13 @@ def test_environment_twins(run, model):
 # Errors and their codes
 
 
-def test_files_that_cannot_be_run(run, model, tmp_path):
+def test_files_that_are_refused(run, model, tmp_path):
     keys, tensors = tiny_parts(layers=1)
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(model.read_bytes()[:5000])
     other = write_gguf(tmp_path / "other.gguf", keys | {"general.architecture": "mamba"}, tensors)
-    kinds = dict(tensors) | {"blk.0.ffn_up.weight": ("IQ2_XXS", (128, 256), bytes(66 * 128))}
-    kind = write_gguf(tmp_path / "kind.gguf", keys | {"llama.embedding_length": 64}, kinds)
+    wrong = dict(tensors) | {"blk.0.ffn_up.weight": ("IQ2_XXS", (128, 256), bytes(66 * 128))}
+    shape = write_gguf(tmp_path / "shape.gguf", keys | {"llama.embedding_length": 64}, wrong)
     text = tmp_path / "text.gguf"
     text.write_text("hello")
     for file, code, said in (
@@ -331,11 +392,11 @@ def test_files_that_cannot_be_run(run, model, tmp_path):
         (text, 1, "not GGUF"),
         (cut, 1, str(cut)),
         (other, 4, f"{other}: architecture 'mamba' is not supported"),
-        (kind, 1, "shape"),
+        (shape, 1, "shape"),
     ):
         for command in ("generate", "perplexity", "tokenize", "devices"):
-            if command == "tokenize" and file in (other, kind):
-                continue  # needs neither
+            if command == "tokenize" and file in (other, shape):
+                continue  # it needs neither architecture nor weights
             args = {"devices": ["--kernels"], "perplexity": ["-f", text]}.get(command, ["-p", "x"])
             result = run(command, "-m", file, *args)
             assert (result.code, result.out) == (code, b"") and said in result.err
@@ -375,16 +436,18 @@ def test_device_by_name(run, gpu, model):
         assert run("generate", "-m", model, "-p", "a", LLAMAGPU_DEVICE=wanted).code == 3
 
 
-def test_what_does_not_fit(run, model):
+def test_what_does_not_fit(run, gpu, model):
     args = ["generate", "-m", model, "-p", "a b"]
     assert run(*args, "-n", 5000).code == 5
     assert run(*args, "-c", 5000).code == 5
     assert run(*args, "-c", 10, "-n", 7).code == 5
-    result = run(*args, "-c", 4096, "-n", 1, "-v", LLAMAGPU_MAX_MEMORY="2")
+    with Llama(model, device=gpu, context=4096) as llama:
+        limit = {"LLAMAGPU_MAX_MEMORY": str((llama.memory.total - 1) >> 20)}  # less than a MiB too small
+    result = run(*args, "-c", 4096, "-n", 1, "-v", **limit)
     assert result.code == 5 and "the model needs" in result.err
     assert "total" in result.err.split("error:")[0]  # the plan is shown first
     fits = result.err.split("use -c ")[1].split()[0]
-    assert run(*args, "-c", fits, "-n", 1, LLAMAGPU_MAX_MEMORY="2").code == 0
+    assert run(*args, "-c", fits, "-n", 1, **limit).code == 0
 
 
 def test_wrong_numbers(run, model, tmp_path, monkeypatch):
@@ -396,31 +459,29 @@ def test_wrong_numbers(run, model, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("a b " * 20)
     assert run("perplexity", "-m", file, "-f", text, "-c", 8).code == 7
-    monkeypatch.setattr(selfcheck, "_errors", {})
-    monkeypatch.setattr(selfcheck, "int8_error", lambda gpu: 0.5)
+    monkeypatch.setattr(precision, "_errors", {})
+    monkeypatch.setattr(precision, "int8_error", lambda gpu: 0.5)
     result = run("generate", "-m", model, "-p", "a b", "--precision", "fast")
     assert result.code == 7 and "--precision high" in result.err
 
 
-def test_lost_device(model):
-    """The device goes while it works; both ways of choosing tokens find out."""
-    for temperature in ("0", "0.8"):
-        args = ["generate", "-m", str(model), "-p", "a b", "--temp", temperature, "-n", "60", "--ignore-eos"]
-        code = (
-            "import sys\n"
-            "from llamagpu import cli\n"
-            "from llamagpu.gpu.recorder import Recorder\n"
-            "def last(self, *work, submit=Recorder.submit, count=[], **more):\n"
-            "    count.append(work)\n"
-            "    if len(count) == 6: self.gpu.device.destroy()\n"
-            "    return submit(self, *work, **more)\n"
-            "Recorder.submit = last\n"
-            f"sys.argv = ['llamagpu', *{args}]\n"
-            "cli.main()"
-        )
-        result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-        assert result.returncode == 6, result.stderr
-        assert "error: " in result.stderr and "Traceback" not in result.stderr
+LOSE_DEVICE = """
+from llamagpu.gpu.recorder import Recorder
+def submit(self, *steps, plain=Recorder.submit, count=[], **more):
+    count.append(steps)
+    if len(count) == 6: self.gpu.device.destroy()
+    return plain(self, *steps, **more)
+Recorder.submit = submit
+"""
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_lost_device(model, temperature):
+    """The device is lost while it works, with greedy decode and with sampling."""
+    args = ["generate", "-m", model, "-p", "a b", "--temp", temperature, "-n", 60, "--ignore-eos"]
+    result = finish(start(*args, patch=LOSE_DEVICE))
+    assert result.code == 6, result.err
+    assert "error: " in result.err and "Traceback" not in result.err
 
 
 @pytest.mark.parametrize("place", ["before", "after", "environment"])
@@ -432,15 +493,6 @@ def test_debug_shows_the_traceback(run, place, tmp_path, monkeypatch):
     assert result.code == 1 and "Traceback" in result.err and "error: no such file" in result.err
     monkeypatch.setenv("LLAMAGPU_DEBUG", "0")
     assert "Traceback" not in run("generate", "-m", tmp_path / "none", "-p", "x").err
-
-
-def test_a_bug_is_called_one(run, model, monkeypatch):
-    monkeypatch.setattr(cli, "read_text", lambda *_: 1 / 0)
-    result = run("generate", "-m", model, "-p", "x")
-    assert result.code == 1 and not result.out
-    cause, remedy = result.err.splitlines()
-    assert cause == "error: ZeroDivisionError: division by zero"
-    assert remedy.strip() == "this is a bug; --debug shows where"
 
 
 # Ctrl-C, pipes, terminals
@@ -456,12 +508,12 @@ def wait_for(stream, text: bytes, seconds: float = 60) -> bytes:
     return got
 
 
-LONG = ["-n", 4000, "--ignore-eos", "--top-k", 1, "--temp", 1]  # drawn: each is shown as soon as it is there
+LONG = ["--raw", "--ignore-eos", "--top-k", 1, "--temp", 1]  # sampled tokens are shown one by one
 
 
 @pytest.mark.parametrize("how", ["text", "json"])
-def test_interrupted_generation(model, how):
-    process = start("generate", "-m", model, "-p", "a b", "-v", *LONG, *["--json"] * (how == "json"))
+def test_interrupted_generation(endless_model, how):
+    process = start("generate", "-m", endless_model, "-p", "a b", "-v", *LONG, *["--json"] * (how == "json"))
     if how == "text":
         assert os.read(process.stdout.fileno(), 1)
     else:
@@ -471,25 +523,23 @@ def test_interrupted_generation(model, how):
     result = finish(process)
     assert result.code == 130 and "Traceback" not in result.err
     if how == "json":
-        found = json.loads(result.out)
-        assert found["finish_reason"] == "interrupted" and len(found["ids"]) < 4000
+        assert json.loads(result.out)["finish_reason"] == "interrupted"
     else:
         assert result.out.endswith(b"\n") and result.err.splitlines()[-1].endswith("| interrupted")
 
 
-def test_interrupted_while_it_reads_the_prompt(model, tmp_path):
+def test_interrupted_prefill(model, tmp_path):
     prompt = tmp_path / "long.txt"
     prompt.write_text("a b " * 900)
     process = start("generate", "-m", model, "-f", prompt, "-n", 100, "-ub", 1, "-v")
     wait_for(process.stderr, b"seed ")
-    time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     result = finish(process)
     assert result.code == 130 and result.out == b"\n"
     assert "| prompt 3602 tokens | interrupted" in result.err
 
 
-def test_interrupted_while_it_loads(tmp_path):
+def test_interrupted_loading(tmp_path):
     file = tiny_llama(tmp_path / "m.gguf", layers=300)  # many tensors
     process = start("generate", "-m", file, "-p", "x", "-n", 1, "-v")
     wait_for(process.stderr, b"total")
@@ -499,21 +549,19 @@ def test_interrupted_while_it_loads(tmp_path):
     assert "Traceback" not in result.err
 
 
-def test_the_second_interrupt_ends_it_at_once(model, tmp_path):
-    prompt = tmp_path / "long.txt"
-    prompt.write_text("a b " * 1000)
-    # one long step: 0.4 s on two idle cores, after which the first Ctrl-C would end it with a line and a summary
-    process = start("generate", "-m", model, "-f", prompt, "-n", 1, "-ub", 4096, "-v")
+def test_second_interrupt_ends_the_process_at_once(model):
+    patch = "import time\nfrom llamagpu.engine.engine import Engine\nEngine.prefill = lambda *_: time.sleep(600)"
+    process = start("generate", "-m", model, "-p", "a b", "-v", patch=patch)
     wait_for(process.stderr, b"seed ")
-    while process.poll() is None:  # again and again: two that come before the first is taken are one
+    while process.poll() is None:  # two signals in quick succession are one
         process.send_signal(signal.SIGINT)
         time.sleep(0.02)
     result = finish(process)
     assert (result.code, result.out) == (130, b"") and "interrupted" not in result.err
 
 
-def test_nobody_reads(model):
-    process = start("generate", "-m", model, "-p", "a b", *LONG)
+def test_closed_pipe(endless_model):
+    process = start("generate", "-m", endless_model, "-p", "a b", *LONG)
     os.read(process.stdout.fileno(), 5)
     process.stdout.close()
     assert process.wait(60) == 141
@@ -536,10 +584,12 @@ def test_closed_stdout_and_stdin(model):
         assert code.returncode == (0 if closed == "<&-" else 141), code.stderr
 
 
-def terminal(*args: object, typed: tuple[bytes, ...] = (), streams: str = "stderr", **env: str) -> Result:
-    """Runs with a terminal; each line of `typed` waits for a prompt. err is all that the terminal showed."""
+def terminal(
+    *args: object, typed: tuple[bytes, ...] = (), streams: str = "stderr", patch: str = "", **env: str
+) -> Result:
+    """Run with a terminal. Each line of `typed` waits for a prompt. `err` is everything that the terminal showed."""
     control, tty = pty.openpty()
-    process = start(*args, env=env, **{name: tty for name in streams.split()})
+    process = start(*args, env=env, patch=patch, **{name: tty for name in streams.split()})
     os.close(tty)
     shown, lines = b"", list(typed)
     try:
@@ -547,7 +597,7 @@ def terminal(*args: object, typed: tuple[bytes, ...] = (), streams: str = "stder
             shown += piece
             if lines and shown.endswith(b"> "):
                 os.write(control, lines.pop(0))
-    except OSError:  # how Linux says that the other side has closed it
+    except OSError:  # Linux: the other side has closed it
         pass
     out = b"" if process.stdout is None else process.stdout.read()
     os.close(control)
@@ -556,15 +606,18 @@ def terminal(*args: object, typed: tuple[bytes, ...] = (), streams: str = "stder
 
 def test_progress_on_a_terminal_only(model, tmp_path):
     text = tmp_path / "text.txt"
-    text.write_text("a b " * 5000)  # long enough for the bar, which waits half a second
+    text.write_text("a b " * 100)
     args = ["perplexity", "-m", model, "-f", text, "-c", "64"]
-    result = terminal(*args)
+    # Each look at the clock is a second later: the line appears after half a second.
+    patch = "import time, itertools\nimport llamagpu.cli.terminal as t\n"
+    patch += "t.time = type('Clock', (), {'perf_counter': itertools.count().__next__})"
+    result = terminal(*args, patch=patch)
     assert result.code == 0 and "\r\x1b[Kchunks " in result.err and result.err.endswith("\x1b[K")
     assert result.out.startswith(b"PPL = ") and b"\r" not in result.out
-    assert "chunks" not in terminal(*args, TERM="dumb").err
+    assert "chunks" not in terminal(*args, patch=patch, TERM="dumb").err
 
 
-def test_bench_shows_that_it_works(model):
+def test_bench_shows_a_status_line(model):
     args = ["bench", "-m", model, "-p", 4, "-n", 0, "-r", 2]
     result = terminal(*args)
     assert result.code == 0 and f"{model}: preparing" in result.err and f"{model}: run 2" in result.err
@@ -586,10 +639,8 @@ def test_no_prompt_on_a_terminal(model):
 # The other commands
 
 
-def test_chat_keeps_what_was_said(run, chat_model, monkeypatch):
+def test_chat_keeps_the_conversation(run, chat_model, monkeypatch):
     seen = []
-    from llamagpu.engine.generate import Llama
-
     plain = Llama.encode_chat
 
     def encode_chat(self, messages):
@@ -602,14 +653,14 @@ def test_chat_keeps_what_was_said(run, chat_model, monkeypatch):
         stdin=b"hello\n\nand you?\n/clear\nagain\n/exit\nnot this\n",
     )
     assert result.code == 0
-    assert [turn[-1] for turn in seen] == [("user", "hello"), ("user", "and you?"), ("user", "again")]
-    assert [len(turn) for turn in seen] == [2, 4, 2]
-    assert all(turn[0] == ("system", "be kind") for turn in seen)
+    assert [chat[-1] for chat in seen] == [("user", "hello"), ("user", "and you?"), ("user", "again")]
+    assert [len(chat) for chat in seen] == [2, 4, 2]
+    assert all(chat[0] == ("system", "be kind") for chat in seen)
     answer = seen[1][2][1]
     assert seen[1][2][0] == "assistant" and result.out.decode().startswith(answer + "\n")
     assert result.err.count(" | first token ") == 3
     first = len(run("tokenize", "-m", chat_model, "-p", "[system]be kind[user]hello[a]").json)
-    assert int(re.search(r" \((\d+) from the cache\)", result.err)[1]) >= first - 1  # the second turn's
+    assert int(re.search(r" \((\d+) from the cache\)", result.err)[1]) >= first - 1  # of the second answer
 
 
 def test_chat_that_grows_too_long(run, chat_model):
@@ -626,9 +677,8 @@ def test_chat_on_a_terminal(chat_model):
         assert result.code == 0 and result.err.count("> ") == 2
 
 
-def test_chat_goes_on_after_an_interrupt(tmp_path):
-    file = tiny_llama(tmp_path / "chat.gguf", context=4096, metadata={"tokenizer.chat_template": TEMPLATE})
-    process = start("chat", "-m", file, "-q", "-n", 4000, "--top-k", 1, "--temp", 1, stdin=subprocess.PIPE)
+def test_chat_continues_after_an_interrupt(endless_model):
+    process = start("chat", "-m", endless_model, "-q", "--top-k", 1, "--temp", 1, stdin=subprocess.PIPE)
     process.stdin.write(b"hello\n")
     process.stdin.flush()
     os.read(process.stdout.fileno(), 1)
@@ -636,8 +686,7 @@ def test_chat_goes_on_after_an_interrupt(tmp_path):
     process.stdin.write(b"/exit\n")
     process.stdin.close()
     process.stdin = None
-    result = finish(process)
-    assert result.code == 0 and len(result.out) < 3000  # the whole answer has 6587 bytes and takes 6 s
+    assert finish(process).code == 0
 
 
 def test_tokenize(run, model):
@@ -680,13 +729,14 @@ def test_devices(run, gpu):
     assert run("devices", "--device", "no such card").code == 3
 
 
-def test_kernels(run, model):
-    rows = run("devices", "--kernels", "-m", model, "--json").json
-    assert {r["m"] for r in rows} == {1, 4, 512} and {r["op"] for r in rows} >= {"embed", "linear", "attend"}
-    shapes = {r["shape"].split()[0] for r in rows if r["op"] == "linear"}
-    assert shapes == {"attn_qkv", "attn_output", "ffn_gate_up", "ffn_down", "output"}
-    shown = run("devices", "--kernels", "-m", model).out.decode()
-    assert len(shown.splitlines()) == len(rows) and " attn_qkv 128x64 " in shown
+def test_devices_kernels(run, model):
+    args = ["devices", "--kernels", "-m", model]
+    rows = run(*args, "--json").json
+    assert {row["rows"] for row in rows} > {1, 4, 512}
+    shown = run(*args)
+    assert shown.code == 0 and rows[0]["kernel"] in shown.out.decode()
+    assert b"@compute" in run("devices", "--wgsl", rows[0]["id"], "-m", model).out
+    assert run("devices", "--wgsl", "1.9999", "-m", model).code == 2
 
 
 def test_models(run, tmp_path):

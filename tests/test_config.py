@@ -1,4 +1,4 @@
-"""LlamaConfig: what it reads, what it refuses, and its RoPE table against a scalar reference."""
+"""ModelConfig: what it reads, what it refuses, and its RoPE table against a scalar reference."""
 
 import math
 from dataclasses import replace
@@ -9,7 +9,7 @@ from conftest import shared_data
 from gguf_builder import Tensors, tiny_parts
 
 from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
-from llamagpu.files.config import LlamaConfig, check_tensors, rope_table, tensor_shapes
+from llamagpu.files.config import ModelConfig, check_tensors, rope_table, tensor_shapes
 from llamagpu.files.gguf_file import GgufFile, RawTensor
 
 
@@ -21,9 +21,9 @@ def raw(tensors: Tensors) -> dict[str, RawTensor]:
     return {name: one(name, *tensor) for name, tensor in tensors.items()}
 
 
-def tiny(**options) -> tuple[LlamaConfig, dict[str, RawTensor]]:
+def tiny(**options) -> tuple[ModelConfig, dict[str, RawTensor]]:
     keys, tensors = tiny_parts(**options)
-    config = LlamaConfig.from_gguf(keys, raw(tensors))
+    config = ModelConfig.from_gguf(keys, raw(tensors))
     check_tensors(config, raw(tensors))
     return config, raw(tensors)
 
@@ -37,7 +37,7 @@ def refusal(kind: type[LlamaGpuError] = BadFile, **options) -> str:
 
 def test_llama():
     config, _ = tiny(layers=3, dim=96, heads=6, kv_heads=3, ffn=160, vocab=300, context=512, rope_theta=5e5)
-    assert config == LlamaConfig(
+    assert config == ModelConfig(
         arch="llama", name="tiny", layers=3, dim=96, heads=6, kv_heads=3, head_dim=16, ffn_dim=160, vocab=300,
         context=512, rope_theta=5e5, rope_dims=16, rope_scaling="none", rope_factor=1.0,
         rope_orig_context=512, yarn_ext_factor=1.0, yarn_attn_factor=1.0, yarn_beta_fast=32.0,
@@ -135,7 +135,7 @@ def spoilt(name: str, *, kind=None, shape=None, drop=False, **options) -> str:
     if not drop:
         tensors[name] = (kind or old[0], shape or old[1], old[2])
     with pytest.raises(LlamaGpuError) as caught:
-        check_tensors(LlamaConfig.from_gguf(keys, raw(tensors)), raw(tensors))
+        check_tensors(ModelConfig.from_gguf(keys, raw(tensors)), raw(tensors))
     assert type(caught.value) is (Unsupported if kind else BadFile)
     return caught.value.cause + caught.value.remedy
 
@@ -163,7 +163,7 @@ def test_extra_tensors_are_ignored_whatever_they_are():
     keys, tensors = tiny_parts()
     tensors["blk.0.mystery.weight"] = (37, (5,), b"")
     tensors["blk.99.attn_q.weight"] = ("F32", (5,), bytes(20))
-    check_tensors(LlamaConfig.from_gguf(keys, raw(tensors)), raw(tensors))
+    check_tensors(ModelConfig.from_gguf(keys, raw(tensors)), raw(tensors))
 
 
 def test_many_missing_tensors_are_counted():
@@ -174,18 +174,18 @@ def test_more_tokens_than_rows_is_refused():
     keys, tensors = tiny_parts(vocab=288)
     keys["tokenizer.ggml.tokens"] = keys["tokenizer.ggml.tokens"] + ["x"]
     with pytest.raises(BadFile, match="289 tokens but only 288 rows"):
-        LlamaConfig.from_gguf(keys, raw(tensors))
+        ModelConfig.from_gguf(keys, raw(tensors))
 
 
 def test_shared_models():
     for rel, dim, heads, kv_heads in (("stories260K-f32", 64, 8, 4), ("stories15M-q4_0", 288, 6, 6)):
         file = GgufFile(shared_data(f"tiny/{rel}.gguf"))
-        config = LlamaConfig.from_gguf(file.metadata, file.tensors)
+        config = ModelConfig.from_gguf(file.metadata, file.tensors)
         check_tensors(config, file.tensors)
         assert (config.dim, config.heads, config.kv_heads, config.tied) == (dim, heads, kv_heads, True)
 
 
-def reference_angle(c: LlamaConfig, factors, position: int, pair: int) -> tuple[float, float]:
+def reference_angle(c: ModelConfig, factors, position: int, pair: int) -> tuple[float, float]:
     """One entry as ggml computes it, step by step: the angle, and the length of the (cos, sin) vector."""
     full = position * c.rope_theta ** (-2 * pair / c.rope_dims)
     if factors is not None:

@@ -10,51 +10,57 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from conftest import ROOT, shared_data
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 from gguf_builder import spm_vocab
 from hf_builder import (
     LLAMA3_SPLIT,
+    added_token,
     bpe_json,
     byte_level,
-    four_bit,
     hf_config,
     hf_folder,
     hf_weights,
+    quantise_linears,
     split,
     spm_model,
     write_safetensors,
 )
 from reference import Reference, assert_close
 
+from llamagpu.convert import vocab
+from llamagpu.convert.convert import Report, convert, open_source, plan
 from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
+from llamagpu.files.config import ModelConfig
 from llamagpu.files.gguf_file import GgufFile
-from llamagpu.files.packed_file import PackedFile
-from llamagpu.files.repack import dequantize as dequantize_packed
+from llamagpu.files.packed_file import ModelFile, PackedFile, open_model_file
+from llamagpu.files.storage import PackedMatrix
+from llamagpu.files.storage import dequantize as dequantize_packed
 from llamagpu.files.tokenizer import Tokenizer
-from llamagpu.tools.convert import vocab
-from llamagpu.tools.convert.convert import convert, open_source, plan
 
 IDS = [1, 70, 5, 280, 33, 9]
 
 
-def converted(folder: Path, to: str | None = "f16", keep_output: str = "f16", **options) -> GgufFile:
+def convert_folder(folder: Path, to: str | None = "f16", keep_output: str = "f16") -> tuple[ModelFile, Report]:
     source = open_source(str(folder))
-    chosen = plan(source, to, keep_output)
-    out = folder / f"out-{to}{'.safetensors' if chosen.packed else '.gguf'}"
-    report = convert(source, out, chosen, **options)
-    file = PackedFile(out) if chosen.packed else GgufFile(out)
-    file.report = report
-    return file
+    planned = plan(source, to, keep_output)
+    out = folder / f"out-{to}{'.safetensors' if planned.packed else '.gguf'}"
+    report = convert(source, out, planned)
+    return open_model_file(out), report
 
 
-def values(file: GgufFile, name: str) -> np.ndarray:
+def converted(folder: Path, to: str | None = "f16", keep_output: str = "f16") -> ModelFile:
+    return convert_folder(folder, to, keep_output)[0]
+
+
+def values(file: ModelFile, name: str) -> np.ndarray:
     tensor = file.tensors[name]
-    return dequantize(tensor.data, GGMLQuantizationType[tensor.kind]).reshape(tensor.shape)
+    return dequantize(tensor.data, GGMLQuantizationType[tensor.ggml_type]).reshape(tensor.shape)
 
 
 def logits(file: GgufFile) -> np.ndarray:
@@ -65,7 +71,7 @@ def logits(file: GgufFile) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("dtype", "shards"), [(None, 1), ("BF16", 3)])
-def test_weights_come_over_unchanged(tmp_path, dtype, shards):
+def test_weights_are_unchanged(tmp_path, dtype, shards):
     config = hf_config()
     weights = hf_weights(config)
     if dtype:  # what bf16 can hold
@@ -75,8 +81,8 @@ def test_weights_come_over_unchanged(tmp_path, dtype, shards):
     assert np.array_equal(values(file, "blk.1.ffn_down.weight"), weights["model.layers.1.mlp.down_proj.weight"])
     assert np.array_equal(values(file, "output.weight"), weights["lm_head.weight"])
     assert np.array_equal(values(file, "output_norm.weight"), weights["model.norm.weight"])
-    assert file.tensors["output_norm.weight"].kind == "F32"
-    # llama.cpp's order: of each head of 16 the rows 0, 8, 1, 9, ...
+    assert file.tensors["output_norm.weight"].ggml_type == "F32"
+    # llama.cpp's row order: of each head of 16 the rows 0, 8, 1, 9, ...
     q = weights["model.layers.0.self_attn.q_proj.weight"].reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)
     assert np.array_equal(values(file, "blk.0.attn_q.weight"), q)
     k = weights["model.layers.0.self_attn.k_proj.weight"].reshape(2, 2, 8, 64).swapaxes(1, 2).reshape(32, 64)
@@ -84,8 +90,8 @@ def test_weights_come_over_unchanged(tmp_path, dtype, shards):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_rope_order_gives_the_same_model(tmp_path, tied):
-    """The same weights as llama (rows reordered, neighbours turn) and as qwen2 (not reordered, halves turn)."""
+def test_rope_row_order_gives_the_same_logits(tmp_path, tied):
+    """The same weights as llama (rows reordered, adjacent RoPE pairs) and as qwen2 (not reordered, NeoX pairs)."""
     found = {}
     for arch in ("llama", "mistral", "qwen2"):
         config = hf_config(model_type=arch, tie_word_embeddings=tied)
@@ -95,52 +101,67 @@ def test_rope_order_gives_the_same_model(tmp_path, tied):
     assert np.array_equal(found["llama"], found["mistral"])
 
 
-def test_metadata(tmp_path):
-    from gguf import GGUFReader
-
+def test_metadata_and_types_as_gguf_reads_them(tmp_path):
     config = hf_config(head_dim=32, sliding_window=128)
     file = converted(hf_folder(tmp_path / "Tiny-Model", config, hf_weights(config)), "q4_0", "q8_0")
     expected = {
-        "general.architecture": "llama", "general.type": "model", "general.name": "Tiny-Model",
-        "llama.block_count": 2, "llama.context_length": 256, "llama.embedding_length": 64,
-        "llama.feed_forward_length": 96, "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2,
-        "llama.attention.key_length": 32, "llama.attention.value_length": 32, "llama.rope.dimension_count": 32,
-        "llama.rope.freq_base": 10000.0, "llama.attention.sliding_window": 128, "llama.vocab_size": 288,
-        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.add_bos_token": True,
-        "tokenizer.chat_template": "{{ messages }}", "general.file_type": 2, "general.quantization_version": 2,
-    }  # fmt: skip
-    assert {key: file.metadata.get(key) for key in expected} == expected
-    kinds = {name: t.kind for name, t in file.tensors.items()}
-    assert kinds["token_embd.weight"] == kinds["output.weight"] == "Q8_0" and kinds["blk.0.attn_v.weight"] == "Q4_0"
-    reader = GGUFReader(file.path)  # the other implementation: types and offsets
-    assert {t.name: (t.tensor_type.name, bytes(t.data.tobytes())) for t in reader.tensors} == {
-        name: (t.kind, t.data.tobytes()) for name, t in file.tensors.items()
+        "general.architecture": "llama",
+        "general.type": "model",
+        "general.name": "Tiny-Model",
+        "llama.block_count": 2,
+        "llama.context_length": 256,
+        "llama.embedding_length": 64,
+        "llama.feed_forward_length": 96,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.key_length": 32,
+        "llama.attention.value_length": 32,
+        "llama.attention.sliding_window": 128,
+        "llama.rope.dimension_count": 32,
+        "llama.rope.freq_base": 10000.0,
+        "llama.vocab_size": 288,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": "{{ messages }}",
+        "general.file_type": 2,
+        "general.quantization_version": 2,
     }
-    types = {name: [kind.name for kind in field.types] for name, field in reader.fields.items()}
+    assert {key: file.metadata.get(key) for key in expected} == expected
+    found = {name: t.ggml_type for name, t in file.tensors.items()}
+    assert found["token_embd.weight"] == found["output.weight"] == "Q8_0" and found["blk.0.attn_v.weight"] == "Q4_0"
+    reader = GGUFReader(file.path)
+    assert {t.name: (t.tensor_type.name, bytes(t.data.tobytes())) for t in reader.tensors} == {
+        name: (t.ggml_type, t.data.tobytes()) for name, t in file.tensors.items()
+    }
+    types = {name: [value_type.name for value_type in field.types] for name, field in reader.fields.items()}
     assert types["llama.block_count"] == types["tokenizer.ggml.bos_token_id"] == ["UINT32"]
     assert types["llama.rope.freq_base"] == ["FLOAT32"] and types["tokenizer.ggml.add_bos_token"] == ["BOOL"]
     assert types["tokenizer.ggml.token_type"] == ["ARRAY", "INT32"]
 
 
-def test_rope_scaling(tmp_path):
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 64}  # fmt: skip
-    config = hf_config(rope_scaling=scaling, head_dim=32)
-    file = converted(hf_folder(tmp_path / "llama3", config, hf_weights(config)))
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def test_llama3_rope_scaling_becomes_a_tensor(tmp_path):
+    config = hf_config(rope_scaling=LLAMA3_ROPE | {"original_max_position_embeddings": 64}, head_dim=32)
+    file = converted(hf_folder(tmp_path / "m", config, hf_weights(config)))
     for i, factor in enumerate(values(file, "rope_freqs.weight")):
         wavelength = 2 * math.pi * 10000.0 ** (2 * i / 32)
         smooth = (64 / wavelength - 1) / 3
         wanted = 1 if wavelength < 16 else 8 if wavelength > 64 else 1 / ((1 - smooth) / 8 + smooth)
         assert factor == pytest.approx(wanted, rel=1e-6)
+
+
+def test_linear_and_yarn_rope_scaling_become_metadata(tmp_path):
     config = hf_config(rope_scaling={"type": "linear", "factor": 2})
-    file = converted(hf_folder(tmp_path / "linear", config, hf_weights(config)))
-    assert file.metadata["llama.rope.scaling.type"] == "linear" and file.metadata["llama.rope.scaling.factor"] == 2.0
-    yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64,
-            "attention_factor": 1.5, "beta_fast": 16}  # fmt: skip
-    config = hf_config(rope_parameters=yarn)
+    keys = converted(hf_folder(tmp_path / "linear", config, hf_weights(config))).metadata
+    assert keys["llama.rope.scaling.type"] == "linear" and keys["llama.rope.scaling.factor"] == 2.0
+    yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "attention_factor": 1.5, "beta_fast": 16}
+    config = hf_config(rope_parameters=yarn | {"original_max_position_embeddings": 64})
     keys = converted(hf_folder(tmp_path / "yarn", config, hf_weights(config))).metadata
     assert keys["llama.rope.freq_base"] == 5e5 and keys["llama.rope.scaling.original_context_length"] == 64
-    assert keys["llama.rope.scaling.yarn_beta_fast"] == 16.0
+    assert keys["llama.rope.scaling.yarn_beta_fast"] == 16.0 and "llama.rope.scaling.yarn_beta_slow" not in keys
     assert keys["llama.rope.scaling.attn_factor"] == pytest.approx(1.5 / (1 + 0.1 * math.log(4)))
 
 
@@ -152,7 +173,7 @@ def fails(folder: Path, *words: str) -> LlamaGpuError:
     return caught.value
 
 
-def test_bad_folders(tmp_path):
+def test_incomplete_and_unsupported_folders_are_refused(tmp_path):
     config = hf_config()
     weights = hf_weights(config)
     folder = tmp_path / "m"
@@ -170,22 +191,23 @@ def test_bad_folders(tmp_path):
     fails(make(hidden_size="64"), "hidden_size")
     for key in ("num_attention_heads", "head_dim", "num_hidden_layers", "max_position_embeddings"):
         fails(make(**{key: 1 << 31}), key, "2147483648")
+    fails(make(num_hidden_layers=1 << 24), "block_count")
     fails(make(num_attention_heads=1 << 24, num_key_value_heads=1 << 24, head_dim=1 << 24), "head_count")
     yarn = {"type": "yarn", "factor": 0, "attention_factor": 1.5}
     for changes in ({"model_type": ["llama"]}, {"partial_rotary_factor": "a"}, {"rope_scaling": yarn}):
-        fails(make(**changes), "config.json")
+        assert fails(make(**changes), "config.json").exit_code == 1
     assert fails(make(model_type="mixtral"), "mixtral").exit_code == 4
+    assert fails(make(model_type=None), "None").exit_code == 4
     assert fails(make(hidden_act="gelu"), "gelu").exit_code == 4
     assert fails(make(partial_rotary_factor=0.5), "a part of each head").exit_code == 4
-    assert fails(make(model_type="qwen2", rope_scaling={"type": "llama3"}), "llama3").exit_code == 4
+    assert fails(make(model_type="qwen2", rope_scaling={"type": "llama3"}), "qwen2", "llama3").exit_code == 4
+    assert fails(make(model_type="qwen2", use_sliding_window=True), "qwen2", "sliding window").exit_code == 4
     assert fails(make(rope_scaling={"type": "dynamic", "factor": 2.0}), "dynamic").exit_code == 4
     assert fails(make(quantization_config={"quant_method": "bitsandbytes"}), "bitsandbytes").exit_code == 4
     make(shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
     fails(folder, "1 of 3 shards missing", "00002")
     make()
-    weights["model.layers.0.self_attn.q_norm.weight"] = np.ones(16, np.float32)
-    assert fails(make(), "q_norm").exit_code == 4
     (folder / "model.safetensors").unlink()
     fails(folder, "no .safetensors")
     (folder / "config.json").write_text("{")
@@ -194,16 +216,61 @@ def test_bad_folders(tmp_path):
     fails(folder, "no config.json")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_norm",
+        "model.layers.0.mlp.gate",
+        "model.layers.0.mlp.experts.up_proj",
+        "model.layers.0.block_sparse_moe.gate",
+        "model.layers.0.attention.wq",  # of another library, with another row order
+        "model.layers.0.self_attn.q_proj_no_perm",
+        "layers.0.attention.wq",
+        "tok_embeddings",
+        "token_embd",
+        "blk.0.attn_q",
+        "model.layers.a.mlp.up_proj",
+        "weight",
+    ],
+)
+def test_tensors_without_a_place_are_refused(tmp_path, name):
+    """gguf's map has a GGUF name for most of these."""
+    config = hf_config()
+    folder = hf_folder(tmp_path / "m", config, hf_weights(config) | {f"{name}.weight": np.ones(16, np.float32)})
+    assert fails(folder, name, "no place in a llama model").exit_code == 4
+
+
+def test_a_tensor_with_two_names_is_refused(tmp_path):
+    config = hf_config()
+    weights = hf_weights(config)
+    weights["model.layers.0.self_attn.out_proj.weight"] = weights["model.layers.0.self_attn.o_proj.weight"]
+    fails(hf_folder(tmp_path / "m", config, weights), "under another name")
+
+
+def test_layers_beyond_the_last_are_kept_and_derived_tensors_are_not(tmp_path):
+    """A layer number may be large: no table of that size is made."""
+    config = hf_config()
+    weights = hf_weights(config)
+    more = {f"model.layers.{1 << 40}.mlp.up_proj.weight": np.ones((4, 32), np.float32)}
+    more |= {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    file = converted(hf_folder(tmp_path / "m", config, weights | more))
+    assert len(file.tensors) == len(weights) + 1 and f"blk.{1 << 40}.ffn_up.weight" in file.tensors
+
+
 ENTRIES = (
-    '{"dtype":"F32","shape":[2],"data_offsets":[0,80]}', '{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}',
-    '{"dtype":"F32","shape":[2],"data_offsets":[8,16]}', '{"dtype":"F32","shape":2,"data_offsets":[0,8]}',
-    '{"dtype":"F8_E4M3","shape":[8],"data_offsets":[0,8]}', '{"shape":[2]}', "3",
-)  # fmt: skip
+    '{"dtype":"F32","shape":[2],"data_offsets":[0,80]}',
+    '{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}',
+    '{"dtype":"F32","shape":[2],"data_offsets":[8,16]}',
+    '{"dtype":"F32","shape":2,"data_offsets":[0,8]}',
+    '{"dtype":"F8_E4M3","shape":[8],"data_offsets":[0,8]}',
+    '{"shape":[2]}',
+    "3",
+)
 HEADERS = [b"nope", b"[]", *(f'{{"x":{entry}}}'.encode() for entry in ENTRIES)]
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xff" * 8, *(struct.pack("<Q", len(h)) + h + bytes(8) for h in HEADERS)])
-def test_hostile_safetensors(tmp_path, raw):
+def test_hostile_safetensors_headers_are_refused(tmp_path, raw):
     folder = hf_folder(tmp_path / "m", hf_config(), {})
     (folder / "model.safetensors").write_bytes(raw)
     fails(folder, "model.safetensors")
@@ -213,96 +280,105 @@ def test_hostile_safetensors(tmp_path, raw):
 
 
 def quantised(
-    folder: Path, method: str, zeros: str, group: int = 32, order: bool = False, less: int = 1, **extra
-) -> tuple[Path, dict]:
+    folder: Path, method: str, zeros: str, group: int = 32, act_order: bool = False, zero_shift: int = 1, **extra
+) -> tuple[Path, dict[str, np.ndarray]]:
+    """A folder, and the weights that its arrays stand for."""
     settings = {"quant_method": method, "bits": 4, "group_size": group}
     config = hf_config(intermediate_size=128, quantization_config=settings | extra)
-    packed, meant = four_bit(hf_weights(config), method, group, zeros, order, less)
-    return hf_folder(folder, config, packed), meant
+    arrays, weights = quantise_linears(hf_weights(config), method, group, zeros, act_order, zero_shift)
+    return hf_folder(folder, config, arrays), weights
 
 
-def same_weights(file: GgufFile, meant: dict[str, np.ndarray]) -> None:
-    want = meant["model.layers.1.mlp.gate_proj.weight"]
+def assert_same_weights(file: ModelFile, weights: dict[str, np.ndarray]) -> None:
+    want = weights["model.layers.1.mlp.gate_proj.weight"]
     assert np.array_equal(values(file, "blk.1.ffn_gate.weight"), want)
-    k = meant["model.layers.0.self_attn.k_proj.weight"].reshape(2, 2, 8, 64).swapaxes(1, 2).reshape(32, 64)
+    k = weights["model.layers.0.self_attn.k_proj.weight"].reshape(2, 2, 8, 64).swapaxes(1, 2).reshape(32, 64)
     assert np.array_equal(values(file, "blk.0.attn_k.weight"), k)
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-@pytest.mark.parametrize(("zeros", "kind"), [("8", "Q4_0"), ("even", "Q4_1")])
-def test_four_bit_exact_in_gguf(tmp_path, method, zeros, kind):
-    folder, meant = quantised(tmp_path / "m", method, zeros)
-    file = converted(folder, None)
-    assert isinstance(file, GgufFile) and file.tensors["blk.0.ffn_up.weight"].kind == kind
-    same_weights(file, meant)
-    assert file.report.nmse < 1e-6  # of the embeddings
+@pytest.mark.parametrize(("zeros", "ggml_type"), [("8", "Q4_0"), ("even", "Q4_1")])
+def test_awq_and_gptq_are_exact_in_gguf(tmp_path, method, zeros, ggml_type):
+    folder, weights = quantised(tmp_path / "m", method, zeros)
+    file, report = convert_folder(folder, None)
+    assert isinstance(file, GgufFile) and file.tensors["blk.0.ffn_up.weight"].ggml_type == ggml_type
+    assert_same_weights(file, weights)
+    assert report.nmse < 1e-6  # of the embeddings
+
+
+def packed_matrix(file: PackedFile, label: str) -> PackedMatrix:
+    config = ModelConfig.from_gguf(file.metadata, file.tensors)
+    (matrix,) = next(source.load().matrices for source in file.matrix_sources(config) if source.label == label)
+    return matrix
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 @pytest.mark.parametrize("group", [32, 64, -1])
-def test_four_bit_exact_in_packed(tmp_path, method, group):
-    """Zero points whose product with the scale f16 cannot hold."""
-    folder, meant = quantised(tmp_path / "m", method, "any", group)
-    file = converted(folder, None)
-    assert isinstance(file, PackedFile) and "packed" in file.report.notes[0]
-    (down,), _ = file.matrix("blk.1.ffn_down", 64, 128)
-    assert down.scales.dtype == np.float32 and down.group == 32
-    assert np.array_equal(dequantize_packed(down), meant["model.layers.1.mlp.down_proj.weight"])
-    (joined,), _ = file.matrix("blk.1.gate_up", 256, 64)
-    assert np.array_equal(dequantize_packed(joined)[1::2], meant["model.layers.1.mlp.up_proj.weight"])
+def test_awq_and_gptq_are_exact_in_packed_files(tmp_path, method, group):
+    """The product of zero point and scale needs more bits than f16 has."""
+    folder, weights = quantised(tmp_path / "m", method, "any", group)
+    file, report = convert_folder(folder, None)
+    assert isinstance(file, PackedFile) and "packed" in report.notes[0]
+    down = packed_matrix(file, "blk.1.ffn_down")
+    assert down.scales.dtype == np.float32 and down.layout.group == 32
+    assert np.array_equal(dequantize_packed(down), weights["model.layers.1.mlp.down_proj.weight"])
+    gate_up = packed_matrix(file, "blk.1.gate_up")
+    assert np.array_equal(dequantize_packed(gate_up)[1::2], weights["model.layers.1.mlp.up_proj.weight"])
 
 
-def test_gptq_second_format(tmp_path):
-    """Its zero points are stored as they are."""
-    folder, meant = quantised(tmp_path / "m", "gptq", "even", less=0, checkpoint_format="gptq_v2")
-    same_weights(converted(folder, None), meant)
+def test_second_format_of_gptq_stores_zero_points_unchanged(tmp_path):
+    folder, weights = quantised(tmp_path / "m", "gptq", "even", zero_shift=0, checkpoint_format="gptq_v2")
+    assert_same_weights(converted(folder, None), weights)
 
 
-def test_offsets_rounded_when_asked(tmp_path):
-    folder, meant = quantised(tmp_path / "m", "awq", "any")
-    file = converted(folder, "q4_1")
-    assert isinstance(file, GgufFile) and "rounded to f16" in file.report.notes[0]
-    want = meant["model.layers.1.mlp.gate_proj.weight"]
+def test_offsets_are_rounded_to_f16_for_q4_1(tmp_path):
+    folder, weights = quantised(tmp_path / "m", "awq", "any")
+    file, report = convert_folder(folder, "q4_1")
+    assert isinstance(file, GgufFile) and "rounded to f16" in report.notes[0]
+    want = weights["model.layers.1.mlp.gate_proj.weight"]
     assert_close(values(file, "blk.1.ffn_gate.weight"), want, 1e-6, 1e-3)
-    assert 0 < next(t.nmse for t in file.report.tensors if t.name == "blk.1.ffn_gate.weight") < 1e-6
+    assert 0 < next(loss.nmse for loss in report.tensors if loss.name == "blk.1.ffn_gate.weight") < 1e-6
 
 
-def test_act_order(tmp_path):
-    folder, meant = quantised(tmp_path / "m", "gptq", "any", order=True, desc_act=True)
+def test_act_order_is_refused_for_4_bits_and_exact_in_f16(tmp_path):
+    folder, weights = quantised(tmp_path / "m", "gptq", "any", act_order=True, desc_act=True)
     for to in (None, "packed", "q4_0"):
         with pytest.raises(Unsupported, match="act-order"):
             converted(folder, to)
-    file = converted(folder, "f16")  # dequantised, each weight with its own group
-    same = meant["model.layers.1.mlp.gate_proj.weight"].astype(np.float16)
+    file = converted(folder, "f16")
+    same = weights["model.layers.1.mlp.gate_proj.weight"].astype(np.float16)
     assert np.array_equal(values(file, "blk.1.ffn_gate.weight"), same)
 
 
-def test_bad_four_bit(tmp_path):
+def test_damaged_and_unsupported_awq_is_refused(tmp_path):
     assert fails(quantised(tmp_path / "a", "awq", "8", bits=3)[0], "3 bits").exit_code == 4
     assert fails(quantised(tmp_path / "b", "awq", "8", version="gemv")[0], "gemv").exit_code == 4
     folder, _ = quantised(tmp_path / "c", "awq", "8")
     config = json.loads((folder / "config.json").read_text())
-    packed, _ = four_bit(hf_weights(config), "awq", 32, "8")
-    del packed["model.layers.0.mlp.up_proj.scales"]
-    write_safetensors(folder / "model.safetensors", packed)
+    arrays, _ = quantise_linears(hf_weights(config), "awq", 32, "8")
+    del arrays["model.layers.0.mlp.up_proj.scales"]
+    write_safetensors(folder / "model.safetensors", arrays)
     fails(folder, "missing", "up_proj.scales")
-    packed["model.layers.0.mlp.up_proj.scales"] = np.ones((4, 128), np.float16)
-    write_safetensors(folder / "model.safetensors", packed)
+    arrays["model.layers.0.mlp.up_proj.scales"] = np.ones((4, 128), np.float16)
+    write_safetensors(folder / "model.safetensors", arrays)
     fails(folder, "up_proj", "does not fit")
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert fails(folder, "qweight", "no place").exit_code == 4
 
 
 # llama2.c
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_llama2c(tmp_path, tied):
-    """The model written as llama2.c's export does, read back, and compared with the GGUF it came from."""
+def test_llama2c_gives_the_gguf_it_was_made_from(tmp_path, tied):
+    """A GGUF is written as llama2.c's export does, and converted back."""
     original = GgufFile(shared_data("tiny/stories260K-f32.gguf"))
     m, t = original.metadata, original.tensors
     sizes = [m[f"llama.{k}"] for k in ("embedding_length", "feed_forward_length", "block_count")]
     sizes += [m["llama.attention.head_count"], m["llama.attention.head_count_kv"], 512 if tied else -512, 512]
     layer = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_down", "ffn_up"]
-    names = ["token_embd", *(f"blk.{i}.{part}" for part in layer for i in range(5)), "output_norm"]
+    names = ["token_embd", *(f"blk.{i}.{tensor}" for tensor in layer for i in range(5)), "output_norm"]
     raw = struct.pack("<7i", *sizes) + b"".join(t[f"{name}.weight"].data.tobytes() for name in names)
     raw += bytes(2 * 4 * 512 * 4) + (b"" if tied else t["token_embd.weight"].data.tobytes())
     (tmp_path / "stories.bin").write_bytes(raw)
@@ -313,13 +389,12 @@ def test_llama2c(tmp_path, tied):
     entries = (struct.pack("<fi", score, len(text)) + text for text, score in zip(texts, scores, strict=True))
     (tmp_path / "tokenizer.bin").write_bytes(struct.pack("<i", 27) + b"".join(entries))
     source = open_source(str(tmp_path / "stories.bin"))
-    chosen = plan(source, "f16")
-    convert(source, tmp_path / "out.gguf", chosen)
+    convert(source, tmp_path / "out.gguf", plan(source, "f16"))
     file = GgufFile(tmp_path / "out.gguf")
     assert ("output.weight" in file.tensors) is not tied
     for name in t:
-        kept = values(original, name) if len(t[name].shape) == 1 else values(original, name).astype(np.float16)
-        assert np.array_equal(values(file, name), kept), name
+        wanted = values(original, name) if len(t[name].shape) == 1 else values(original, name).astype(np.float16)
+        assert np.array_equal(values(file, name), wanted), name
     assert file.metadata["tokenizer.ggml.tokens"] == tokens
     assert np.array_equal(file.metadata["tokenizer.ggml.token_type"], m["tokenizer.ggml.token_type"])
     text = "Once upon a time, there was a little dog."
@@ -337,13 +412,13 @@ BPE = {
     "llama-bpe": ("llama-bpe", [split(LLAMA3_SPLIT), byte_level(False)], {"ignore_merges": True}),
     "qwen2": ("qwen2", [split(LLAMA3_SPLIT.replace("{1,3}", "")), byte_level(False)], {}),
     "gpt-2": ("gpt-2", [byte_level(True)], {}),
-    "refact": ("smollm", [DIGITS, byte_level(True)], {}),  # the same pattern under the name that Llamas have
+    "refact": ("smollm", [DIGITS, byte_level(True)], {}),  # the same pattern, under the name that SmolLM has
 }
 
 
 @pytest.mark.parametrize("name", [*BPE])
-def test_tokenizer_json(tmp_path, name):
-    """Real vocabularies; the ids of llama.cpp's own test texts must come out."""
+def test_tokenizer_json_gives_the_ids_of_llama_cpp(tmp_path, name):
+    """Real vocabularies, and llama.cpp's own test texts."""
     original = GgufFile(shared_data(f"vocab/ggml-vocab-{name}.gguf")).metadata
     pre, splits, model = BPE[name]
     path = tmp_path / "tokenizer.json"
@@ -360,7 +435,7 @@ def test_tokenizer_json(tmp_path, name):
         assert tokenizer.encode(text, bos=False, special=False) == [*map(int, ids.split())], text
 
 
-def test_unknown_pattern(tmp_path):
+def test_unknown_split_pattern_is_refused(tmp_path):
     original = GgufFile(shared_data("vocab/ggml-vocab-gpt-2.gguf")).metadata
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(bpe_json(original, [split("[aeiou]"), byte_level(False)])))
@@ -368,8 +443,8 @@ def test_unknown_pattern(tmp_path):
         vocab.bpe(path, 50257)
 
 
-def test_hostile_tokenizer(tmp_path):
-    """The prefix makes the library panic, which is no Exception in Python."""
+def test_hostile_tokenizer_json_is_refused(tmp_path):
+    """The prefix makes the tokenizers library panic, which is not an Exception in Python."""
     original = GgufFile(shared_data("vocab/ggml-vocab-gpt-2.gguf")).metadata
     path = tmp_path / "tokenizer.json"
     for model in ({"continuing_subword_prefix": "</s>"}, {"merges": ["\u2603 \u2603"]}, {"vocab": {"a": 1.5}}):
@@ -378,8 +453,8 @@ def test_hostile_tokenizer(tmp_path):
             vocab.bpe(path, 50257)
 
 
-def test_sentencepiece_both_ways(tmp_path):
-    """Llama 2's vocabulary as tokenizer.model, and as the BPE that tokenizer.json makes of it."""
+def test_sentencepiece_from_tokenizer_model_and_tokenizer_json(tmp_path):
+    """Llama 2's vocabulary as tokenizer.model, and rewritten as BPE in tokenizer.json."""
     original = GgufFile(shared_data("vocab/ggml-vocab-llama-spm.gguf")).metadata
     (tmp_path / "tokenizer.model").write_bytes(spm_model(original))
     (tmp_path / "added_tokens.json").write_text('{"<|pad|>": 32000, "<new>": 32001, "<beyond>": 32002}')
@@ -404,7 +479,7 @@ def test_sentencepiece_both_ways(tmp_path):
     assert Tokenizer.from_gguf(found).encode(vocab.CHECK) == wanted
 
 
-def spm_json(metadata: dict) -> dict:
+def spm_json(metadata: dict[str, Any]) -> dict[str, Any]:
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     known = {token: i for i, token in enumerate(tokens)}
     merges = []  # every pair that makes a token, in the order of the tokens' scores
@@ -413,27 +488,32 @@ def spm_json(metadata: dict) -> dict:
         merges += [f"{text[:j]} {text[j:]}" for j in range(1, len(text)) if text[:j] in known and text[j:] in known]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     steps = [{"type": "Prepend", "prepend": "\u2581"}, replace]
-    specials = [{"id": i, "content": tokens[i], "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-                 "normalized": False} for i in range(3)]  # fmt: skip
+    model = {"type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
     return {
-        "version": "1.0", "added_tokens": specials, "normalizer": {"type": "Sequence", "normalizers": steps},
-        "model": {"type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True, "vocab": known,
-                  "merges": merges},
-    }  # fmt: skip
+        "version": "1.0",
+        "added_tokens": [added_token(i, tokens[i], special=True) for i in range(3)],
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "model": model | {"vocab": known, "merges": merges},
+    }
 
 
 @pytest.mark.parametrize(
     ("raw", "message"),
-    [(b"", "no tokens"), (b"\x0a\xff\xff\xff\xff\x0f", "cut short"), (b"\x80" * 20, "not a SentencePiece"),
-     (b"\x0b", "cut short"), (spm_model(spm_vocab(288), model_type=1), "not BPE")],
-)  # fmt: skip
-def test_damaged_sentencepiece(tmp_path, raw, message):
+    [
+        (b"", "no tokens"),
+        (b"\x0a\xff\xff\xff\xff\x0f", "cut short"),
+        (b"\x80" * 20, "not a SentencePiece"),
+        (b"\x0b", "cut short"),
+        (spm_model(spm_vocab(288), model_type=1), "not BPE"),
+    ],
+)
+def test_damaged_sentencepiece_is_refused(tmp_path, raw, message):
     (tmp_path / "tokenizer.model").write_bytes(raw)
     with pytest.raises(LlamaGpuError, match=message):
         vocab.vocabulary(tmp_path, 288, {})
 
 
-def test_no_tokenizer(tmp_path):
+def test_missing_and_unknown_tokenizers_are_refused(tmp_path):
     with pytest.raises(BadFile, match="neither"):
         vocab.vocabulary(tmp_path, 288, {})
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Unigram", "vocab": []}}')
@@ -461,14 +541,14 @@ print(json.dumps([ids, llama.metadata["tokenizer.chat_template"], llama.token_eo
 
 
 @pytest.mark.parametrize(
-    ("name", "arch", "to", "nmse"),  # llama.cpp rounds what meets f16 weights to f16, and else to int8
+    # llama.cpp rounds the inputs of linears to f16 for f16 weights, else to int8
+    ("name", "arch", "to", "nmse"),
     [("llama-spm", "llama", "f16", 1e-6), ("gpt-2", "qwen2", "f16", 1e-6), ("llama-spm", "llama", "q4_0", 2e-3)],
 )
-def test_llama_cpp_agrees(tmp_path, name, arch, to, nmse):
+def test_llama_cpp_gives_the_same_ids_and_logits(tmp_path, name, arch, to, nmse):
     pytest.importorskip("llama_cpp")
     original = GgufFile(shared_data(f"vocab/ggml-vocab-{name}.gguf")).metadata
-    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-              "original_max_position_embeddings": 16}  # fmt: skip
+    llama3 = LLAMA3_ROPE | {"original_max_position_embeddings": 16}
     config = hf_config(model_type=arch, vocab_size=len(original["tokenizer.ggml.tokens"]))
     config |= {"tie_word_embeddings": arch == "qwen2", "rope_scaling": None if arch == "qwen2" else llama3}
     folder = hf_folder(tmp_path / "m", config, hf_weights(config, biases=arch == "qwen2"))
@@ -535,7 +615,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 FETCH = """
 import sys
 from llamagpu.errors import LlamaGpuError
-from llamagpu.tools.convert.convert import open_source
+from llamagpu.convert.convert import open_source
 try:
     source = open_source(sys.argv[1], progress=False)
     print(source.name, len(source.tensors), source.metadata["tokenizer.chat_template"])
@@ -544,7 +624,7 @@ except LlamaGpuError as error:
 """
 
 
-def test_hub_repository(tmp_path):
+def test_hub_repository_is_fetched_once_and_found_offline(tmp_path):
     config = hf_config()
     weights = hf_weights(config)
     folder = hf_folder(tmp_path / "repo", config, weights, shards=2)

@@ -11,7 +11,7 @@ from conftest import shared_data
 from gguf_builder import encode, tiny_llama, tiny_parts, write_gguf
 
 from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
-from llamagpu.files.gguf_file import BLOCKS, KINDS, SUPPORTED, GgufFile
+from llamagpu.files.gguf_file import BLOCKS, GGML_TYPES, SUPPORTED, GgufFile
 
 SHARED_FILES = [  # gguf-py takes 20 s for the 410,000 strings of llama-bpe: its small brothers stand for it
     "vocab/ggml-vocab-gpt-2.gguf",
@@ -35,7 +35,7 @@ def compare(path: Path) -> None:
     assert list(ours.tensors) == [t.name for t in theirs.tensors]
     for t in theirs.tensors:
         mine = ours.tensors[t.name]
-        assert (mine.name, mine.kind) == (t.name, t.tensor_type.name)
+        assert (mine.name, mine.ggml_type) == (t.name, t.tensor_type.name)
         assert mine.shape == tuple(int(n) for n in t.shape[::-1])
         assert mine.data.dtype == np.uint8 and mine.data.ndim == 1
         assert mine.data.tobytes() == t.data.tobytes()
@@ -51,8 +51,8 @@ def refusal(path, kind: type[LlamaGpuError] = BadFile) -> str:
 
 def test_block_sizes_are_those_of_ggml():
     theirs = {int(t): (t.name, *size) for t, size in gguf.GGML_QUANT_SIZES.items()}
-    both = KINDS.keys() & theirs.keys()
-    assert len(both) >= 30 and [n for n in both if KINDS[n] != theirs[n]] == []
+    both = GGML_TYPES.keys() & theirs.keys()
+    assert len(both) >= 30 and [n for n in both if GGML_TYPES[n] != theirs[n]] == []
     assert set(BLOCKS) == set(SUPPORTED)
 
 
@@ -60,7 +60,7 @@ def test_block_sizes_are_those_of_ggml():
 def test_every_kind_reads_as_gguf_reads_it(tmp_path, kind):
     path = tiny_llama(tmp_path / "m.gguf", dim=256, ffn=256, kind=kind, layers=1, tied=False, biases=True)
     compare(path)
-    assert GgufFile(path).tensors["blk.0.attn_q.weight"].kind == kind
+    assert GgufFile(path).tensors["blk.0.attn_q.weight"].ggml_type == kind
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -291,5 +291,5 @@ def test_names_must_differ_and_be_text(tmp_path):
 def test_unknown_tensor_types_open(tmp_path):
     tensors = {"a": f32(8), "odd": (37, (8,), bytes(32)), "old": ("IQ2_XXS", (256,), bytes(66)), "z": f32(8)}
     file = GgufFile(write_gguf(tmp_path / "m.gguf", {}, tensors))
-    assert (file.tensors["odd"].kind, file.tensors["odd"].data.size) == ("type 37", 0)
-    assert (file.tensors["old"].kind, file.tensors["old"].data.size) == ("IQ2_XXS", 66)
+    assert (file.tensors["odd"].ggml_type, file.tensors["odd"].data.size) == ("type 37", 0)
+    assert (file.tensors["old"].ggml_type, file.tensors["old"].data.size) == ("IQ2_XXS", 66)

@@ -13,9 +13,9 @@ import pytest
 from gguf_builder import Tensors, encode, tiny_parts
 
 from llamagpu.errors import LlamaGpuError
-from llamagpu.files.config import LlamaConfig, check_tensors, rope_table
+from llamagpu.files.config import ModelConfig, check_tensors, rope_table
 from llamagpu.files.gguf_file import MAX_KEYS, MAX_STRINGS, GgufFile
-from llamagpu.files.repack import repack, small
+from llamagpu.files.repack import repack, to_f32
 from llamagpu.files.tokenizer import Tokenizer
 
 Rng = np.random.Generator
@@ -25,7 +25,7 @@ EXTREMES = [0, 1, 2, 3, 4, 5, 8, 9, 12, 13, 31, 33, 255, 2**15, 2**31 - 1, 2**31
 
 
 def read_config(file: GgufFile) -> None:
-    config = LlamaConfig.from_gguf(file.metadata, file.tensors)
+    config = ModelConfig.from_gguf(file.metadata, file.tensors)
     check_tensors(config, file.tensors)
     rope_table(config, None, 8)
 
@@ -38,7 +38,7 @@ def read_tokenizer(file: GgufFile) -> None:
 def read_weights(file: GgufFile) -> None:
     for tensor in file.tensors.values():
         if len(tensor.shape) == 1:
-            small(tensor)
+            to_f32(tensor)
         else:
             repack(tensor)
 
@@ -48,7 +48,7 @@ STEPS: list[Callable[[GgufFile], object]] = [read_config, read_tokenizer, read_w
 
 
 def outcome(path: Path) -> str:
-    """"ok", or the cause; anything else than a plain refusal within a second is a failure."""
+    """ "ok", or the cause; anything else than a plain refusal within a second is a failure."""
     start = time.process_time()
     try:
         file = GgufFile(path)

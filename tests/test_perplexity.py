@@ -1,4 +1,4 @@
-"""Perplexity against the float64 model, chunk by chunk as llama-perplexity does it."""
+"""Perplexity against the float64 reference, chunk by chunk as llama-perplexity does it."""
 
 import math
 from dataclasses import replace
@@ -11,22 +11,23 @@ from conftest import shared_data
 from gguf_builder import tiny_parts, write_gguf
 from reference import Reference
 
+from llamagpu.engine.model import BufferModel
 from llamagpu.errors import LlamaGpuError, NumericCheckFailed
 from llamagpu.files.gguf_file import GgufFile
 from llamagpu.files.tokenizer import Tokenizer
-from llamagpu.tools import models
-
-pytest.importorskip("wgpu")
-from llamagpu import Llama
-from llamagpu.engine.llama import Transformer
-from llamagpu.tools.perplexity import chunks_of, perplexity
+from llamagpu.hub import registry
+from llamagpu.llama import Llama
+from llamagpu.perplexity import chunks_of, perplexity
 
 TEXT = "the quick brown fox jumps over the lazy dog, again and again. " * 4
 
 
 def expected(path, ids: list[int], context: int, bos: int | None) -> tuple[float, float, int, int]:
-    """llama-perplexity's loop: of each whole chunk of `context` tokens, its first replaced by BOS, the tokens
-    after the first half + 1 count, each given all before it in the chunk."""
+    """llama-perplexity's loop: value, error, tokens, chunks.
+
+    BOS replaces the first id of each chunk of `context` ids. The ids after the first half + 1 are scored, each given
+    all ids before it in the chunk.
+    """
     model, losses = Reference(GgufFile(path)), []
     for start in range(0, len(ids) - context + 1, context):
         chunk = ids[start : start + context]
@@ -34,9 +35,9 @@ def expected(path, ids: list[int], context: int, bos: int | None) -> tuple[float
             chunk = [bos, *chunk[1:]]
         model.clear()
         logits = model.forward(chunk)
-        for at in range(context // 2, context - 1):
-            row = logits[at] - logits[at].max()
-            losses.append(math.log(np.exp(row).sum()) - row[chunk[at + 1]])
+        for i in range(context // 2, context - 1):
+            row = logits[i] - logits[i].max()
+            losses.append(math.log(np.exp(row).sum()) - row[chunk[i + 1]])
     count, mean = len(losses), sum(losses) / len(losses)
     squares = sum(loss**2 for loss in losses) / count - mean**2
     value = math.exp(mean)
@@ -48,22 +49,22 @@ def expected(path, ids: list[int], context: int, bos: int | None) -> tuple[float
 def test_against_float64(tmp_path, gpu, context, bos):
     keys, tensors = tiny_parts(kind="Q8_0", metadata={"tokenizer.ggml.add_bos_token": np.bool_(bos)})
     path = write_gguf(tmp_path / "m.gguf", keys, tensors)
-    with Llama(path, device=gpu, context=context, precision="high") as llama:
+    with Llama(path, device=gpu, context=context, precision="high", kv_type="f32") as llama:
         found = perplexity(llama, TEXT, context)
         ids = llama.tokenizer.encode(TEXT, special=False)
     value, error, tokens, chunks = expected(path, ids, context, 1 if bos else None)
     assert (found.tokens, found.chunks) == (tokens, chunks)
     assert tokens == chunks * (context - context // 2 - 1)
-    assert found.value == pytest.approx(value, rel=1e-4)  # 3e-7 measured, with an f32 cache
+    assert found.value == pytest.approx(value, rel=1e-4)  # 3e-7 measured
     assert found.error == pytest.approx(error, rel=1e-3)
 
 
 def test_steps_smaller_than_the_chunk(tmp_path, gpu):
-    """Chunks that take several steps, the last one of them short, give the same numbers."""
+    """A chunk that takes several steps, the last of them short, gives the same numbers."""
     path = write_gguf(tmp_path / "m.gguf", *tiny_parts())
     found = []
     for step in (512, 7):
-        with Llama(path, device=gpu, context=64, chunk=step, precision="high") as llama:
+        with Llama(path, device=gpu, context=64, chunk=step, precision="high", kv_type="f32") as llama:
             found.append(perplexity(llama, TEXT, 64).value)
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
@@ -89,7 +90,7 @@ def test_text_too_short(tmp_path, gpu):
         perplexity(llama, "too short for that", 64)
 
 
-def test_no_number(tmp_path, gpu):
+def test_nan_is_an_error(tmp_path, gpu):
     keys, tensors = tiny_parts()
     tensors["output_norm.weight"] = ("F32", (64,), np.full(64, 3e38, "<f4").tobytes())
     with (
@@ -100,7 +101,7 @@ def test_no_number(tmp_path, gpu):
 
 
 def test_stories_are_likelier_than_the_encyclopedia(gpu):
-    """A trained model, F32 weights: the float64 value on a story, and a far higher one on other text."""
+    """A trained model with F32 weights: the float64 value on a story, and a far higher one on other text."""
     path = shared_data("tiny/stories260K-f32.gguf")
     story = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
     wiki = shared_data("text/wiki.test.raw").read_text()[:600]
@@ -111,13 +112,13 @@ def test_stories_are_likelier_than_the_encyclopedia(gpu):
         assert perplexity(llama, wiki, 32).value > 10 * found.value
 
 
-# How far each precision may be from float64, on a GPU's kernels
+# How far each precision may be from float64, with the kernels of GPUs
 
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     try:
-        return models.path("smollm2")
+        return registry.path("smollm2")
     except LlamaGpuError as error:
         pytest.skip(error.cause)
 
@@ -128,18 +129,19 @@ def wiki(path: Path, count: int, context: int) -> list[list[int]]:
 
 
 def differences(path: Path, gpu: Any, monkeypatch: Any, precision: str, chunks: list[list[int]]) -> np.ndarray:
-    """Of the log probabilities that a device's prefill and float64 give to each next token: [chunks, tokens - 1]."""
-    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=False))
+    """Log probability of each next token: prefill on the device minus float64. [chunks, tokens - 1]."""
+    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=False))  # a software adapter takes the GPUs' kernels, too
     reference, found = Reference(GgufFile(path)), []
     with Llama(path, device=gpu, context=len(chunks[0]), precision=precision) as llama:
-        assert type(llama.model) is Transformer and llama.model.fast_many == (precision == "fast")
+        engine = llama.loaded.engine
+        assert type(engine.model) is BufferModel and engine.model.int8_prefill == (precision == "fast")
         for ids in chunks:
-            llama.model.truncate(0)
+            llama.sequence.truncate(0)
             reference.clear()
             logits = reference.forward(ids)[:-1]
             logits -= logits.max(axis=1, keepdims=True)
             wanted = logits[range(len(ids) - 1), ids[1:]] - np.log(np.exp(logits).sum(axis=1))
-            found.append(llama.model.log_probs(ids) - wanted)
+            found.append(engine.log_probs(llama.sequence, ids) - wanted)
     return np.array(found)
 
 
@@ -148,8 +150,10 @@ GATES = {"high": 0.001, "fast": 0.005}
 
 @pytest.mark.parametrize(("precision", "tokens", "spread"), [("high", 64, 0.003), ("fast", 128, 0.12)])
 def test_precision_of_a_prompt(gpu, smollm2, monkeypatch, precision, tokens, spread):
-    """A short one: the mean within the gate and three of its standard errors. Rounding to int8 moves a token's log
-    probability by 0.07, f32 sums and an f16 cache by 0.001."""
+    """The mean of a short prompt is within the gate and three of its standard errors.
+
+    Rounding to int8 moves a token's log probability by 0.07; f32 sums and an f16 cache by 0.001.
+    """
     off = differences(smollm2, gpu, monkeypatch, precision, wiki(smollm2, 1, tokens))
     assert off.std() < spread
     assert abs(off.mean()) < GATES[precision] + 3 * off.std() / math.sqrt(off.size)

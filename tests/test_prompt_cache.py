@@ -13,26 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_builder import tiny_llama, tiny_parts, write_gguf
-
-from llamagpu.errors import BadFile, DoesNotFit, LlamaGpuError
-
-pytest.importorskip("wgpu")
+from one_sequence import token_ids
 from reference import assert_close
 from test_cli import RANDOM, finish, run, start, wait_for  # noqa: F401
-from test_model import F16_CACHE, F32, tokens
+from test_model import F16_CACHE, F32
 
 from llamagpu import Llama, Sampling
+from llamagpu.convert.convert import convert, open_source, plan
 from llamagpu.engine import prompt_cache
-from llamagpu.engine.llama import Transformer
-from llamagpu.engine.tiled import TiledTransformer
-from llamagpu.tools.convert.convert import convert, open_source, plan
+from llamagpu.engine.kv_cache import TextureKvCache
+from llamagpu.engine.model import BufferModel
+from llamagpu.engine.texture_model import TextureModel
+from llamagpu.errors import BadFile, DoesNotFit, LlamaGpuError
 
 GREEDY = Sampling(temperature=0)
 WIDE = {"dim": 64, "heads": 2, "head_dim": 64, "ffn": 128, "kind": "Q8_0"}  # int8 activations suit it
-# name -> on images?, model, settings
+# name -> on textures?, model, settings
 WAYS: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
-    "images": (True, {}, {}),
-    "images, window": (True, {"metadata": {"llama.attention.sliding_window": 5}}, {}),
+    "textures": (True, {}, {}),
+    "textures, window": (True, {"metadata": {"llama.attention.sliding_window": 5}}, {}),
     "buffers f32": (False, {}, {"kv_type": "f32"}),
     "buffers f16": (False, {}, {"kv_type": "f16"}),
     "buffers f16, window": (False, {"metadata": {"llama.attention.sliding_window": 5}}, {"kv_type": "f16"}),
@@ -43,13 +42,14 @@ WAYS: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture
 def opened(gpu, tmp_path, monkeypatch):
-    """A model, on images or buffers as asked, whatever the adapter would be given."""
+    """A model, on textures or buffers as asked, whatever the adapter would be given."""
 
-    def open_one(images: bool = False, model: dict[str, Any] | None = None, **settings: Any) -> Llama:
-        monkeypatch.setattr("llamagpu.engine.generate.suits_tiles", lambda *_: images)
+    def open_one(textures: bool = False, model: dict[str, Any] | None = None, **settings: Any) -> Llama:
+        monkeypatch.setattr("llamagpu.engine.routes.suits_textures", lambda *_: textures)
+        settings = {"precision": "high"} | settings
         path = tiny_llama(tmp_path / "m.gguf", **model or {})
         llama = Llama(path, device=gpu, **settings)
-        assert type(llama.model) is (TiledTransformer if images else Transformer)
+        assert type(llama.loaded.engine.model) is (TextureModel if textures else BufferModel)
         return llama
 
     return open_one
@@ -68,23 +68,27 @@ def left(cache: Path) -> list[str]:
 
 def read(llama: Llama, prompt: list[int]) -> np.ndarray:
     list(llama.generate(prompt, max_tokens=0))
-    return llama.model.read_logits()
+    return llama.loaded.engine.read_logits()
+
+
+def greedy(llama: Llama, count: int) -> list[int]:
+    return list(llama.loaded.engine.greedy(llama.sequence, count))
 
 
 def kv(llama: Llama, count: int) -> bytes:
-    return b"".join(piece.tobytes() for piece in llama.model.read_cache(count))
+    return b"".join(piece.tobytes() for piece in llama.loaded.engine.cache.read(0, count))
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_restored_is_what_was_read(opened, cache, monkeypatch, name):
     """Keys, values, and the logits of every next prompt, bit for bit as if the prompt had just been read."""
-    monkeypatch.setattr("llamagpu.engine.generate.FIRST_CONTEXT", 64)
-    images, model, settings = WAYS[name]
-    more = tokens(30, seed=1)
-    reader, restorer = (opened(images, model, chunk=16, **settings) for _ in range(2))
+    monkeypatch.setattr("llamagpu.engine.load.FIRST_CAPACITY", 64)
+    textures, model, settings = WAYS[name]
+    more = token_ids(30, seed=1)
+    reader, restorer = (opened(textures, model, chunk=16, **settings) for _ in range(2))
     for length in (1, 9, 40, 100):  # within a chunk, over several, beyond the first capacity
-        first = tokens(length)
-        reader.model.truncate(0)
+        first = token_ids(length)
+        reader.sequence.truncate(0)
         read(reader, first)
         reader.save_prompt(cache)
         prompts = {
@@ -95,58 +99,60 @@ def test_restored_is_what_was_read(opened, cache, monkeypatch, name):
             "other": ([287 - first[0], *first], 0),
         }
         for prompt, shared in prompts.values():
-            reader.model.truncate(0)
+            reader.sequence.truncate(0)
             read(reader, first)
             assert restorer.load_prompt(cache) == length
-            assert restorer.model.history == first and kv(restorer, length) == kv(reader, length)
+            assert restorer.sequence.ids == first and kv(restorer, length) == kv(reader, length)
             going = restorer.generate(prompt, max_tokens=0)
             assert not list(going) and going.timings.cached_tokens == shared
-            assert restorer.model.read_logits().tobytes() == read(reader, prompt).tobytes()
-            assert list(restorer.model.greedy(12)) == list(reader.model.greedy(12))
+            assert restorer.loaded.engine.read_logits().tobytes() == read(reader, prompt).tobytes()
+            assert greedy(restorer, 12) == greedy(reader, 12)
     assert left(cache) == ["prompt"] and restorer.load_times.prompt_s > 0
 
 
-@pytest.mark.parametrize("name, bounds", [("images", F32), ("buffers f32", F32), ("buffers f16", F16_CACHE)])
-def test_same_text_as_without(opened, cache, name, bounds):
+@pytest.mark.parametrize("name, bounds", [("textures", F32), ("buffers f32", F32), ("buffers f16", F16_CACHE)])
+def test_the_same_text_as_without_a_prompt_cache(opened, cache, name, bounds):
     """Against the prompt read in one go: its last tokens take other kernels then, which round elsewhere."""
-    images, model, settings = WAYS[name]
-    first, prompt = tokens(60), tokens(75)
+    textures, model, settings = WAYS[name]
+    first, prompt = token_ids(60), token_ids(75)
     assert prompt[:60] == first
-    with opened(images, model, **settings) as llama:
+    with opened(textures, model, **settings) as llama:
         want = [token.id for token in llama.generate(prompt, max_tokens=40, sampling=GREEDY, ignore_eos=True)]
         llama.save_prompt(cache, 60)
-        llama.model.truncate(0)
+        llama.sequence.truncate(0)
         logits = read(llama, prompt)
-    with opened(images, model, **settings) as llama:
+    with opened(textures, model, **settings) as llama:
         assert llama.load_prompt(cache) == 60
         assert [t.id for t in llama.generate(prompt, max_tokens=40, sampling=GREEDY, ignore_eos=True)] == want
         llama.load_prompt(cache)
         assert_close(read(llama, prompt), logits, *bounds, name)
 
 
-def test_positions_to_the_right_of_the_fold(opened, monkeypatch):
-    """Images of 16 rows: position p stands in row p % 16, columns p // 16."""
-    monkeypatch.setattr("llamagpu.engine.tiled.FOLD", 16)
-    model = opened(images=True, context=64).model
-    data = np.random.default_rng(0).integers(0, 256, 41 * model.position_bytes, np.uint8)
+def test_positions_beyond_the_rows_of_a_texture(opened, monkeypatch):
+    """Textures of 16 rows: position p stands in row p % 16, columns p // 16."""
+    monkeypatch.setattr("llamagpu.engine.kv_cache.TEXTURE_ROWS", 16)
+    kv_cache = opened(textures=True, context=64).loaded.engine.cache
+    assert isinstance(kv_cache, TextureKvCache)
+    data = np.random.default_rng(0).integers(0, 256, 41 * kv_cache.position_bytes, np.uint8)
     rest = iter(np.split(data, len(data) // 256))  # a position of a layer has 2 x 2 x 16 f32
-    model.write_cache(41, lambda count: np.concatenate([next(rest) for _ in range(count // 256)]))
-    assert b"".join(piece.tobytes() for piece in model.read_cache(41)) == data.tobytes()
+    kv_cache.write(0, 41, lambda count: np.concatenate([next(rest) for _ in range(count // 256)]))
+    assert b"".join(piece.tobytes() for piece in kv_cache.read(0, 41)) == data.tobytes()
     rows = data.reshape(2, 41, 256)
-    for layer, image in enumerate(model.images):
-        found = model.gpu.read_image(image, 0, image.width, image.height).reshape(16, -1, 256)
+    for layer, texture in enumerate(kv_cache.textures):
+        found = kv_cache.gpu.read_texture(texture, 0, texture.width, texture.height).reshape(16, -1, 256)
         for p in range(41):
             assert np.array_equal(found[p % 16, p // 16], rows[layer, p]), (layer, p)
 
 
 def test_heads_keep_their_place_in_a_larger_cache(opened):
     """[kv_heads, capacity, head_dim]: what is read from one capacity lands right in another."""
-    small, large = (opened(kv_type="f16", context=context).model for context in (12, 200))
-    small.prefill(tokens(12))
-    data = iter(list(small.read_cache(12)))
-    large.write_cache(12, lambda count: next(data))
-    for old, new in zip(small.caches, large.caches, strict=True):
-        for before, after in zip(old, new, strict=True):
+    small, large = (opened(kv_type="f16", context=context) for context in (12, 200))
+    read(small, token_ids(12))
+    source, target = small.loaded.engine.cache, large.loaded.engine.cache
+    data = iter(list(source.read(0, 12)))
+    target.write(0, 12, lambda count: next(data))
+    for old, new in zip(source.layers, target.layers, strict=True):
+        for before, after in ((old.keys, new.keys), (old.values, new.values)):
             want = small.gpu.read(before, np.uint16, before.size // 2).reshape(2, 12, 16)
             assert want.any()
             assert np.array_equal(large.gpu.read(after, np.uint16, after.size // 2).reshape(2, 200, 16)[:, :12], want)
@@ -155,10 +161,10 @@ def test_heads_keep_their_place_in_a_larger_cache(opened):
 def test_what_the_device_holds_at_a_time_is_bounded(opened, cache, monkeypatch):
     """Writes pile up on the host until they are submitted: not more than STAGING bytes of them."""
     llama = opened(kv_type="f32", context=64)
-    read(llama, tokens(60))
+    read(llama, token_ids(60))
     llama.save_prompt(cache)
     submitted = []
-    monkeypatch.setattr("llamagpu.gpu.device.STAGING", 4 * 60 * 64)  # heads of 16 f32
+    monkeypatch.setattr("llamagpu.gpu.device.STAGING_BYTES", 4 * 60 * 64)  # heads of 16 f32
     queue = llama.gpu.device.queue
     submit = type(queue).submit
     monkeypatch.setattr(type(queue), "submit", lambda self, work: submitted.append(work) or submit(self, work))
@@ -172,7 +178,7 @@ def test_what_the_device_holds_at_a_time_is_bounded(opened, cache, monkeypatch):
 @pytest.fixture
 def saved(opened, cache) -> tuple[Llama, bytes]:
     llama = opened(kv_type="f16")
-    read(llama, tokens(5))
+    read(llama, token_ids(5))
     llama.save_prompt(cache)
     return llama, cache.read_bytes()
 
@@ -206,7 +212,7 @@ def test_any_other_length(saved, cache):
         assert "damaged" in refused(llama, cache, raw + more)
 
 
-def test_made_up_headers(saved, cache):
+def test_forged_headers(saved, cache):
     """Sizes that the file cannot have, and JSON that is none of ours, before anything is allocated for them."""
     llama, raw = saved
     magic, version, length, count = prompt_cache.PREFIX.unpack_from(raw)
@@ -223,7 +229,7 @@ def test_made_up_headers(saved, cache):
         refused(llama, cache, with_json(text))
     said = refused(llama, cache, with_json(json.dumps(made | {"precision": "\x1b[2J" * 99}).encode()))
     assert len(said) < 400
-    assert "format 2, not 1" in refused(llama, cache, prompt_cache.PREFIX.pack(magic, 2, length, count) + body)
+    assert "format 1, not 2" in refused(llama, cache, prompt_cache.PREFIX.pack(magic, 1, length, count) + body)
     for other in (b"", b"GGUF", b"hello " * 30, bytes(1000)):
         assert "prompt cache" in refused(llama, cache, other)
 
@@ -231,14 +237,14 @@ def test_made_up_headers(saved, cache):
 def test_after_a_refusal_the_prompt_is_read(saved, cache):
     """Half of a damaged file is on the device already when its end is found wrong."""
     llama, raw = saved
-    prompt = tokens(20)
-    llama.model.truncate(0)
+    prompt = token_ids(20)
+    llama.sequence.truncate(0)
     want = read(llama, prompt)
     refused(llama, cache, raw[:-40] + b"\x01" * 40)
-    assert not llama.model.history
+    assert not llama.sequence.ids
     assert read(llama, prompt).tobytes() == want.tobytes()
     refused(llama, cache, b"not one at all, and nothing was touched")
-    assert llama.model.history == prompt
+    assert llama.sequence.ids == prompt
 
 
 # Another model, other settings
@@ -267,11 +273,11 @@ def test_another_model(saved, opened, cache, other):
 def test_a_part_of_every_large_tensor_counts(opened, cache, tmp_path, gpu):
     """Weights that differ in one tensor of 256 KiB, as after training it further."""
     llama = opened(model={"vocab": 1024}, kv_type="f16")
-    read(llama, tokens(5))
+    read(llama, token_ids(5))
     llama.save_prompt(cache)
     keys, tensors = tiny_parts(vocab=1024)
     kind, shape, data = tensors["token_embd.weight"]
-    assert len(data) > prompt_cache.WHOLE_BYTES
+    assert len(data) > prompt_cache.SMALL_BYTES
     tensors["token_embd.weight"] = (kind, shape, (np.frombuffer(data, "<f4") * np.float32(1.01)).tobytes())
     with Llama(write_gguf(tmp_path / "further.gguf", keys, tensors), device=gpu, kv_type="f16") as other:
         assert "was made with another model" in refused(other, cache, cache.read_bytes())
@@ -291,13 +297,13 @@ def test_other_settings(saved, opened, cache):
     said = refused(opened(kv_type="f32"), cache, raw)
     assert said.endswith("the prompt cache was made with cache type 'f16', and this run has f32")
     flat = opened(kv_type="f32")
-    read(flat, tokens(5))
+    read(flat, token_ids(5))
     flat.save_prompt(cache)
-    said = refused(opened(images=True), cache, cache.read_bytes())
-    assert said.endswith("made with layout 'buffers', and this run has images")
+    said = refused(opened(textures=True), cache, cache.read_bytes())
+    assert said.endswith("made with layout 'buffers', and this run has textures")
     fast = opened(model=WIDE, kv_type="f16", precision="fast")
     assert fast.precision == "fast"
-    read(fast, tokens(5))
+    read(fast, token_ids(5))
     fast.save_prompt(cache)
     said = refused(opened(model=WIDE, kv_type="f16", precision="high"), cache, cache.read_bytes())
     assert said.endswith("made with precision 'fast', and this run has high")
@@ -310,7 +316,7 @@ def test_a_context_too_small(saved, opened, cache):
 
 
 def test_memory_is_planned_first(saved, opened, cache, monkeypatch):
-    monkeypatch.setattr("llamagpu.engine.generate.FIRST_CONTEXT", 4)
+    monkeypatch.setattr("llamagpu.engine.load.FIRST_CAPACITY", 4)
     llama = opened(kv_type="f16")
     monkeypatch.setattr("llamagpu.engine.memory.memory_limit", lambda gpu: llama.memory.total)
     with pytest.raises(DoesNotFit, match="the model needs"):
@@ -325,12 +331,12 @@ def test_packed_files(gpu, cache, tmp_path):
         files.append(tmp_path / f"{seed}.safetensors")
         convert(source, files[-1], plan(source, "packed"))
     with Llama(files[0], device=gpu) as llama:
-        want = read(llama, tokens(9))
+        want = read(llama, token_ids(9))
         llama.save_prompt(cache)
     with Llama(files[0], device=gpu) as llama:
         assert llama.load_prompt(cache) == 9
-        llama.model.truncate(0)
-        assert read(llama, tokens(9)).tobytes() == want.tobytes()
+        llama.sequence.truncate(0)
+        assert read(llama, token_ids(9)).tobytes() == want.tobytes()
     with Llama(files[1], device=gpu) as llama:
         assert "was made with another model" in refused(llama, cache, cache.read_bytes())
 
@@ -366,7 +372,7 @@ def test_the_file_before_stays_until_the_new_one_is_whole(saved, cache):
         if done > 50:
             raise KeyboardInterrupt
 
-    read(llama, tokens(50))
+    read(llama, token_ids(50))
     with pytest.raises(KeyboardInterrupt):
         llama.save_prompt(cache, progress=stop)
     assert left(cache) == ["prompt"] and cache.read_bytes() == raw
@@ -374,7 +380,7 @@ def test_the_file_before_stays_until_the_new_one_is_whole(saved, cache):
 
 def test_two_runs_for_one_file(saved, cache):
     llama, _ = saved
-    read(llama, tokens(50))
+    read(llama, token_ids(50))
 
     def other(done: int, total: int) -> None:
         if not cache.exists():

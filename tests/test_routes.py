@@ -1,267 +1,280 @@
-"""Which kernel runs which shape: the rules of the tables, pinned without a GPU."""
+"""Which kernel runs which shape: the rules that hold for every route, pinned without a GPU.
 
-import ast
+Whether grids cover their results is tested where kernels run (test_kernels_*.py, with folded grids too).
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 
-from llamagpu.gpu import routes, shaders
-from llamagpu.gpu.routes import Caps, Linear, fold, pick
+from llamagpu.engine import routes
+from llamagpu.engine.routes import Attention, Epilogue, Inputs, Linear, Prologue, RowWise, fold, select
+from llamagpu.files.storage import Storage
+from llamagpu.gpu import shaders
+from llamagpu.gpu.caps import Caps
 
+Q4, Q6, Q8, F16 = Storage.Q4, Storage.Q6, Storage.Q8, Storage.F16
 GPU = Caps(
-    cpu=False, half=True, subgroup=32, workgroups=65535, binding_bytes=1 << 31, workgroup_bytes=1 << 15,
-    invocations=1024, storage_buffers=16,
-)  # fmt: skip
-FLOOR = Caps(
-    cpu=False, half=False, subgroup=0, workgroups=65535, binding_bytes=128 << 20, workgroup_bytes=1 << 14,
-    invocations=256, storage_buffers=8,
-)  # fmt: skip
-CPU = replace(FLOOR, cpu=True)
-EVERY_CAPS = pytest.mark.parametrize("caps", [GPU, FLOOR, CPU], ids=["gpu", "floor", "cpu"])
-NOT_CPU = pytest.mark.parametrize("caps", [GPU, FLOOR], ids=["gpu", "floor"])
+    cpu=False,
+    native_f16=True,
+    subgroup=32,
+    workgroups=65535,
+    binding_bytes=1 << 31,
+    shared_bytes=1 << 15,
+    invocations=1024,
+    storage_buffers=16,
+)
+MINIMUM = Caps(cpu=False, native_f16=False, subgroup=0, workgroups=65535, binding_bytes=128 << 20, shared_bytes=1 << 14)
+CPU = replace(MINIMUM, cpu=True, subgroup=8)
+EVERY_CAPS = pytest.mark.parametrize("caps", [GPU, MINIMUM, CPU], ids=["gpu", "minimum", "cpu"])
+NOT_CPU = pytest.mark.parametrize("caps", [GPU, MINIMUM], ids=["gpu", "minimum"])
 
-LINEAR = [  # m, n, k, group, form -> kernel
-    # one token, f32 inputs: u32 words where 8 weights do, of q8 and f16 16-byte loads
-    (1, 4096, 4096, 32, "q4", "linear_gemv_word"),
-    (1, 577, 96, 32, "q4", "linear_gemv_word"),
-    (1, 1, 32, 32, "q4", "linear_gemv_word"),
-    (1, 64, 256, 128, "q4", "linear_gemv_word"),
-    (1, 64, 256, 16, "q4", "linear_gemv_word"),
-    (1, 64, 4096, 32, "q8", "linear_gemv"),
-    (1, 64, 576, 576, "f16", "linear_gemv"),
-    (1, 64, 64, 8, "q4", "linear_gemv_word"),
-    (1, 64, 72, 24, "q4", "linear_gemv_word"),
-    (1, 64, 40, 40, "q4", "linear_gemv_word"),
-    (1, 64, 32, 8, "q8", "linear_gemv_word"),
-    (1, 64, 40, 40, "f16", "linear_gemv_word"),
-    # a few tokens: rows are read once for all of them
-    (2, 64, 64, 32, "q4", "linear_gemv_few"),
-    (16, 64, 256, 16, "q8", "linear_gemv_few"),
-    # many: tiles
-    (17, 8192, 64, 32, "q4", "linear_gemm"),
-    (65, 64, 64, 32, "q4", "linear_gemm"),
-    # but where few would run
-    (17, 64, 64, 32, "q4", "linear_gemm_rows"),
-    (64, 2048, 2048, 32, "q4", "linear_gemm_rows"),
-    (512, 4096, 4096, 32, "q4", "linear_gemm"),
-    (33, 1, 8, 8, "q4", "linear_gemm_rows"),
-    (7, 64, 40, 40, "f16", "linear_gemm_rows"),
-    # the plain kernel for the rest
-    (1, 64, 36, 12, "q4", "linear_any"),
-    (1, 64, 30, 5, "q4", "linear_any"),
-    (1, 64, 96, 3, "q8", "linear_any"),
-    (1, 64, 129, 129, "f16", "linear_any"),
-    (2, 64, 36, 12, "q4", "linear_any"),
-    (2, 64, 129, 129, "f16", "linear_any"),
-]
+
+def linear_kernel(shape: Linear, caps: Caps) -> str:
+    return select(routes.LINEAR, shape, caps).kernel
+
+
+# The rules of the design: cooperative GEMV for one row, 16-byte loads, tiles for many rows, scalar kernels for the rest
 
 
 @NOT_CPU
-@pytest.mark.parametrize("form, group", [("q4", 32), ("q4", 16), ("q6", 16), ("q8", 32), ("f16", 4096)])
-@pytest.mark.parametrize("out", ["out_add", "out_logits"])
-def test_linear_of_int8_records(caps, form, group, out):
-    """16-byte loads for one token, whatever the form; logits with f32 inputs too."""
-    assert pick(routes.LINEAR, Linear(1, 4096, 4096, group, form, "i8", out), caps).kernel == "linear_gemv"
-    assert pick(routes.LINEAR, Linear(1, 4096, 4096, group, form, "f32", "out_logits"), caps).kernel == "linear_gemv"
+@pytest.mark.parametrize(
+    "k, group, storage, kernel",
+    [
+        (4096, 32, Q4, "linear_gemv_word"),  # f32 x: lanes that take one word of weights read x side by side
+        (256, 16, Q4, "linear_gemv_word"),
+        (4096, 32, Q8, "linear_gemv"),  # 16-byte loads
+        (576, 576, F16, "linear_gemv"),
+        (72, 24, Q4, "linear_gemv_word"),  # k and group are multiples of 8 only
+        (32, 8, Q8, "linear_gemv_word"),
+        (40, 40, F16, "linear_gemv_word"),
+        (36, 12, Q4, "linear_any"),  # of 4 only
+        (129, 129, F16, "linear_any"),
+    ],
+)
+def test_one_row(caps, k, group, storage, kernel):
+    assert linear_kernel(Linear(1, 64, k, group, storage), caps) == kernel
 
 
 @NOT_CPU
-@pytest.mark.parametrize("m, n, k, group, form, kernel", LINEAR)
-def test_linear(caps, m, n, k, group, form, kernel):
-    assert pick(routes.LINEAR, Linear(m, n, k, group, form), caps).kernel == kernel
+@pytest.mark.parametrize("storage, group", [(Q4, 32), (Q4, 16), (Q6, 16), (Q8, 32), (F16, 4096)])
+def test_one_row_of_int8_blocks(caps, storage, group):
+    """16-byte loads, whatever the storage; logits and their candidates come from the same kernel, with f32 x too."""
+    for inputs, epilogue in product((Inputs.F32, Inputs.INT8), (Epilogue.ADD, Epilogue.LOGITS)):
+        shape = Linear(1, 4096, 4096, group, storage, inputs, epilogue=epilogue)
+        if inputs is Inputs.INT8 or epilogue is Epilogue.LOGITS:
+            assert linear_kernel(shape, caps) == "linear_gemv"
 
 
-ON_CPU = [
-    (1, 4096, 4096, 32, "q4", "linear_rows"),
-    (1, 64, 64, 32, "q8", "linear_rows"),
-    (1, 64, 40, 40, "f16", "linear_rows"),
-    (1, 64, 129, 129, "f16", "linear_any"),
-    (2, 64, 129, 129, "f16", "linear_any"),
-]
-
-
-@pytest.mark.parametrize("m, n, k, group, form, kernel", ON_CPU)
-def test_linear_on_a_cpu(m, n, k, group, form, kernel):
+@pytest.mark.parametrize("k, group, storage", [(4096, 32, Q4), (64, 32, Q8), (40, 40, F16)])
+def test_one_row_on_a_cpu(k, group, storage):
     """Whole rows per lane: barriers and shared reductions cost a CPU more than the products."""
-    assert pick(routes.LINEAR, Linear(m, n, k, group, form), CPU).kernel == kernel
+    assert linear_kernel(Linear(1, 64, k, group, storage), CPU) == "linear_rows"
+
+
+@NOT_CPU
+@pytest.mark.parametrize("m", [2, 8, 16])
+def test_a_few_rows_read_the_weights_once(caps, m):
+    assert linear_kernel(Linear(m, 64, 64, 32, Q4), caps) == "linear_gemv_batch"
+
+
+@pytest.mark.parametrize(
+    "m, n, kernel", [(17, 8192, "linear_gemm"), (65, 64, "linear_gemm"), (17, 64, "linear_gemm_rows")]
+)
+def test_many_rows_take_tiles_where_enough_of_them_run(m, n, kernel):
+    assert linear_kernel(Linear(m, n, 2048, 32, Q4), GPU) == kernel
+
+
+@pytest.mark.parametrize("n", [16384, 2048, 960, 64])
+def test_small_matrices_get_small_int8_tiles(n):
+    """512 rows fill a large GPU with tiles of 64 x 64 or smaller ones; 32 rows take smaller ones still."""
+    for m in (512, 32):
+        shape = Linear(m, n, 2048, 32, Q4, Inputs.INT8)
+        route = select(routes.LINEAR, shape, GPU)
+        x, y, _ = route.grid(shape, route.consts, GPU, m, 0)
+        smallest_tile = min(-(-m // 32) * -(-n // 16), 96)
+        assert route.kernel == "linear_gemm_int8" and x * y >= smallest_tile
 
 
 @EVERY_CAPS
 @pytest.mark.parametrize("width", [1, 3, 4, 576, 577, 4096])
-def test_norm(caps, width):
-    assert pick(routes.NORM, width, caps).kernel == ("rms_norm" if width % 4 else "rms_norm_vec4")
-
-
-@pytest.mark.parametrize("head_dim", [6, 32, 48, 64, 80, 96, 128, 256, 260, 288])
-def test_attention_of_many_tokens(head_dim):
-    """Without subgroups: V along head_dim, 16 bytes at a time, where that can be done. With them: tiles of rows."""
-    kernel = "attend" if head_dim % 4 == 0 and head_dim <= 256 else "attend_any"
-    assert pick(routes.ATTEND, head_dim, 33, FLOOR).kernel == kernel
-    tiled = head_dim in (32, 64, 96, 128, 256)
-    assert pick(routes.ATTEND, head_dim, 33, GPU).kernel == ("attend_tile" if tiled else kernel)
-
-
-def test_attention_of_a_few_tokens():
-    assert pick(routes.ATTEND, 128, 16, GPU).kernel == "attend_split"
-    assert pick(routes.ATTEND, 96, 16, GPU).kernel == "attend"
-
-
-@pytest.mark.parametrize(
-    "head_dim, subgroup, team", [(64, 32, 8), (128, 32, 16), (192, 32, 8), (256, 64, 16), (128, 8, 8), (64, 4, 4)]
-)
-def test_lanes_of_a_position(head_dim, subgroup, team):
-    assert routes.teams(head_dim, replace(GPU, subgroup=subgroup))["TEAM"] == team
-    assert head_dim % (8 * team) == 0 and subgroup % team == 0
-
-
-def test_attention_of_many_heads_to_a_kv_head():
-    """A workgroup of attend_split has room for 32 of them, one of attend_tile too."""
-    kernels = [{r.kernel for r in routes.attention(group, GPU)} for group in (1, 32, 33)]
-    assert kernels[0] == kernels[1] == {"attend_split", "attend_tile", "attend", "attend_any"}
-    assert kernels[2] == {"attend", "attend_any"}
-
-
-def test_attention_of_one_token():
-    assert pick(routes.ATTEND, 128, 1, GPU).kernel == "attend_split"
-    assert pick(routes.ATTEND, 128, 1, FLOOR).kernel == "attend"  # the split kernel needs subgroups
-    assert pick(routes.ATTEND, 80, 1, GPU).kernel == "attend"
-    assert pick(routes.ATTEND, 6, 1, GPU).kernel == "attend_any"
-
-
-def test_tiles_of_attention_stay_in_a_subgroup():
-    """Rows of a head of 128 are shared by eight lanes: four do not hold them."""
-    assert pick(routes.ATTEND, 64, 33, replace(GPU, subgroup=4)).kernel == "attend_tile"
-    assert pick(routes.ATTEND, 128, 33, replace(GPU, subgroup=4)).kernel == "attend"
-
-
-def test_int8_attention_needs_a_key_in_a_subgroup():
-    able = replace(GPU, f16=True)
-    assert [routes.rough_tile(d, able) for d in (32, 64, 96, 128, 256)] == [True, True, False, True, True]
-    assert not routes.rough_tile(128, replace(able, subgroup=8)) and not routes.rough_tile(64, GPU)
-
-
-@pytest.mark.parametrize("m", [1, 2, 16, 17, 32, 33, 100, 256, 300, 512])
-def test_a_plan_holds_its_tokens(m):
-    assert m <= routes.width(m, 512) <= 512
-
-
-@pytest.mark.parametrize("n", [16384, 2048, 960, 64])
-def test_small_matrices_get_small_tiles(n):
-    """512 tokens fill a large GPU with tiles of 64 x 64 or smaller ones; 32 tokens take smaller ones still."""
-    for m in (512, 32):
-        shape = Linear(m, n, 2048, 32, "q4", "i8")
-        route = pick(routes.LINEAR, shape, GPU)
-        x, y, _ = route.grid(shape, route.consts, GPU, m, 0)
-        least = min(-(-m // 32) * -(-n // 16), 96)  # what the smallest tile would make
-        assert route.kernel == "linear_gemm_i8" and x * y >= least
-
-
-@EVERY_CAPS
-@pytest.mark.parametrize("head_dim", [64, 256])
-@pytest.mark.parametrize("group", [1, 8, 32, 33, 64, 65, 128])
-def test_attention_of_heads_that_share_a_key(caps, group, head_dim):
-    """Each of them has a subgroup of attend_split, and at least one row of attend_tile."""
-    table = routes.attention(group, caps)
-    assert pick(table, head_dim, 1, caps).kernel != "attend_split" or group * caps.subgroup <= caps.invocations
-    tile = pick(table, head_dim, 33, caps)
-    if tile.kernel == "attend_tile":
-        share = routes.tile_share(head_dim, rough=False)
-        assert tile.grid((group, 1, share), shaders.constants(tile.kernel), caps, 33, 0)[1] <= 33
-    else:
-        assert group > 32 or not caps.subgroup
+def test_norms_by_vec4_where_the_width_allows(caps, width):
+    assert select(routes.NORM, RowWise(width), caps).kernel == ("rms_norm" if width % 4 else "rms_norm_vec4")
 
 
 @EVERY_CAPS
 def test_embedding(caps):
-    assert pick(routes.EMBED, Linear(1, 9, 64, 32, "q4"), caps).kernel == "embed"
-    assert pick(routes.EMBED, Linear(1, 9, 33, 33, "f16"), caps).kernel == "embed_any"
-    assert pick(routes.EMBED, Linear(1, 9, 30, 5, "q4"), caps).kernel == "embed_any"
+    assert select(routes.EMBED, Linear(1, 9, 64, 32, Q4), caps).kernel == "embed"
+    assert select(routes.EMBED, Linear(1, 9, 33, 33, F16), caps).kernel == "embed_any"
+
+
+# Attention
+
+
+def attention_kernel(head_dim: int, m: int, caps: Caps, heads: int = 1) -> str:
+    return select(routes.ATTEND, Attention(m, heads, 1, head_dim), caps).kernel
+
+
+@pytest.mark.parametrize(
+    "head_dim, without_subgroups, with_subgroups",
+    [
+        (6, "attend_any", "attend_any"),
+        (48, "attend", "attend"),
+        (64, "attend", "attend_tile"),
+        (96, "attend", "attend_tile"),
+        (128, "attend", "attend_tile"),
+        (256, "attend", "attend_tile"),
+        (260, "attend_any", "attend_any"),
+    ],
+)
+def test_attention_of_many_rows(head_dim, without_subgroups, with_subgroups):
+    """Without subgroups V is read along head_dim, 16 bytes at a time, where that can be done; with them, tiles."""
+    assert attention_kernel(head_dim, 33, MINIMUM) == without_subgroups
+    assert attention_kernel(head_dim, 33, GPU) == with_subgroups
+
+
+def test_attention_of_few_rows_is_split():
+    assert attention_kernel(128, 1, GPU) == attention_kernel(128, 16, GPU) == "attend_split"
+    assert attention_kernel(128, 1, MINIMUM) == attention_kernel(96, 1, GPU) == "attend"  # it needs subgroups, and % 64
+    assert attention_kernel(6, 1, GPU) == "attend_any"
+
+
+@pytest.mark.parametrize("m", [1, 33])
+def test_attention_of_many_heads_to_one_kv_head(m):
+    """attend_split has a subgroup for each of 32 heads, attend_tile a row: more take a kernel without that limit."""
+    assert attention_kernel(64, m, GPU, heads=32) in ("attend_split", "attend_tile")
+    assert attention_kernel(64, m, GPU, heads=33) == "attend"
+
+
+def test_tiles_of_attention_stay_in_a_subgroup():
+    """Rows of a head of 128 are shared by eight lanes: subgroups of four cannot hold them."""
+    assert attention_kernel(64, 33, replace(GPU, subgroup=4)) == "attend_tile"
+    assert attention_kernel(128, 33, replace(GPU, subgroup=4)) == "attend"
+
+
+@pytest.mark.parametrize("head_dim, subgroup", list(product((64, 128, 192, 256), (4, 8, 32, 64))))
+def test_lanes_of_a_position_divide_head_and_subgroup(head_dim, subgroup):
+    lanes = routes.position_lanes(head_dim, replace(GPU, subgroup=subgroup))["LANES_PER_POSITION"]
+    assert head_dim % (8 * lanes) == 0 and subgroup % lanes == 0
+
+
+def test_int8_attention_needs_a_key_in_a_subgroup():
+    able = replace(GPU, shader_f16=True)
+    assert [routes.int8_attention(d, able) for d in (32, 64, 96, 128, 256)] == [True, True, False, True, True]
+    assert not routes.int8_attention(128, replace(able, subgroup=8)) and not routes.int8_attention(64, GPU)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3, 8, 32])
+def test_splits_of_a_context(kv_heads):
+    """More positions are never cut into fewer splits, nor into more than the buffers hold."""
+    positions = (1, 2, 64, 100, 256, 385, 1000, 8192, 131072)
+    splits = [routes.split_count(routes.context_bucket(n), kv_heads) for n in positions]
+    assert splits == sorted(splits) and splits[-1] <= routes.MAX_SPLITS
+    several = [routes.split_count(routes.context_bucket(n), kv_heads, 16) * 16 for n in (1, 100, 8192)]
+    assert all(count <= max(16, routes.MAX_SPLITS) for count in several)  # the same buffer holds them
+
+
+# Every shape has a route, and every route is sound
+
+
+def shapes() -> Iterator[Linear]:
+    """Linears of every storage, odd and even shapes, without prologue and workgroup epilogue."""
+    sizes = ((1, 1), (7, 7), (30, 3), (576, 32), (4096, 16))
+    for m, (k, group), storage in product((1, 2, 17, 513), sizes, (Q4, Q8, F16)):
+        yield Linear(m, 65, k, group, storage)
 
 
 @EVERY_CAPS
-def test_the_last_row_fits_every_shape(caps):
-    for m in (1, 2, 513):
-        for k, group in ((1, 1), (7, 7), (30, 3), (4096, 32)):
-            for form in ("q4", "q8", "f16"):
-                assert routes.LINEAR[-1].fits(Linear(m, 1, k, group, form), caps)
-                assert routes.EMBED[-1].fits(Linear(m, 1, k, group, form), caps)
-        assert all(routes.ATTEND[-1].fits(head_dim, m, caps) for head_dim in (2, 6, 1000))
-    assert all(routes.NORM[-1].fits(width, caps) for width in (1, 3, 8191))
+def test_every_shape_has_a_route(caps):
+    for shape in shapes():
+        assert routes.fits_any(routes.LINEAR, shape, caps) and routes.fits_any(routes.EMBED, shape, caps)
+    for head_dim, m in product((2, 6, 1000), (1, 2, 513)):
+        assert routes.fits_any(routes.ATTEND, Attention(m, 3, 1, head_dim), caps)
+    assert all(routes.fits_any(routes.NORM, RowWise(width), caps) for width in (1, 3, 8191))
+
+
+@EVERY_CAPS
+def test_kernels_of_one_row_take_no_more(caps):
+    """A GEMV of one row computes row 0 alone: no other shape may be routed to it."""
+    single = {"linear_rows", "linear_gemv", "linear_gemv_word"}
+    for shape in shapes():
+        assert shape.m == 1 or linear_kernel(shape, caps) not in single
+
+
+def test_a_workgroup_epilogue_gets_a_kernel_that_calls_it():
+    for inputs, m, epilogue in product(Inputs, (1, 4, 70), (Epilogue.SWIGLU_INT8, Epilogue.LOGITS)):
+        shape = Linear(m, 192, 576, 32, Q4, inputs, epilogue=epilogue)
+        for caps in (GPU, MINIMUM, CPU):
+            fitting = [route for route in routes.LINEAR if route.fits(shape, caps)]
+            assert all(route.has_workgroup_epilogue for route in fitting)
+
+
+def test_a_prologue_gets_a_kernel_that_runs_it():
+    shape = Linear(1, 4096, 2048, 32, Q4, Inputs.INT8, Prologue.NORM)
+    assert linear_kernel(shape, GPU) == linear_kernel(shape, MINIMUM) == "linear_gemv"
+
+
+@pytest.mark.parametrize("caps", [GPU, CPU], ids=["gpu", "cpu"])
+def test_no_grid_exceeds_the_limits(caps):
+    """Vocabularies of four million rows, and long chunks."""
+    for n, m in product((1, 63, 4097, 128256, 4_000_000), (1, 2, 64, 512)):
+        shape = Linear(m, n, 4096, 32, Q4)
+        route = select(routes.LINEAR, shape, caps)
+        own = shaders.constants(route.kernel) | dict(route.consts)
+        assert max(route.grid(shape, own, caps, m, 0)) <= 65535, (route.kernel, n, m)
 
 
 @pytest.mark.parametrize("count", [1, 2, 65534, 65535, 65536, 131070, 131071, 10_000_000])
-def test_fold(count):
+def test_folded_grids(count):
     x, y, z = fold(count, GPU)
     assert x <= 65535 and y <= 65535 and z == 1
-    assert count <= x * y < count + x  # all of them, and less than one row too many
+    assert count <= x * y < count + x  # all of them, and less than one row of workgroups too many
 
 
-def rows_made(route: routes.Route, own: dict[str, int]) -> int:
-    """Rows of the result that one workgroup makes."""
-    if route.grid is routes.row_pairs:
-        return 2 * own.get("PAIRS", 1) * own["WORKGROUP"] // own["LANES"]
-    if route.grid is routes.whole_rows:
-        return own["ROWS"] * own["WORKGROUP"]
-    if route.grid is routes.tiles:
-        return own["TILE_N"]
-    if route.grid is routes.pairs_and_tokens:
-        return 2
-    assert route.grid is routes.pairs_by_token, "a new grid: say how many rows its workgroups make"
-    return 2 * own["WORKGROUP"]
+TABLES = [
+    name
+    for name, value in vars(routes).items()
+    if isinstance(value, tuple) and value and isinstance(value[0], routes.Route)
+]
 
 
-@pytest.mark.parametrize("route", routes.LINEAR, ids=lambda r: f"{r.kernel} {r.needs}")
-def test_linear_grids_cover_every_row_and_token(route):
-    own = shaders.constants(route.kernel) | route.consts
-    for n, m in product((1, 2, 63, 64, 65, 4097, 128256, 4_000_000), (1, 2, 64, 65, 512)):
-        shape = Linear(m, n, 4096, 32, "q4", "i8" if route.kernel == "linear_gemm_i8" else "f32")
-        if route.kernel == "linear_gemm_i8" and pick(routes.LINEAR, shape, GPU) is not route:
-            continue  # small tiles are for small matrices
-        x, y, z = route.grid(shape, own, GPU, m, 0)
-        assert max(x, y, z) <= 65535
-        if route.grid is routes.tiles:
-            assert x * own["TILE_N"] >= n and y * own["TILE_M"] >= m and z == 1
-        else:
-            assert x * y * rows_made(route, own) >= n
-            assert (x * y - x) * rows_made(route, own) < n  # no more than one row of the grid too many
-            assert z == (m if route.grid in (routes.pairs_by_token, routes.pairs_and_tokens) else 1)
+def test_all_tables_are_found():
+    assert len(TABLES) == 13 and {"LINEAR", "ATTEND", "TEXTURE_LINEAR"} <= set(TABLES)
 
 
-@pytest.mark.parametrize("table", ["LINEAR", "NORM", "NORM_I8", "ATTEND", "EMBED", "TO_I8", "SILU_MUL"])
-def test_rows_name_real_kernels_and_constants(table):
+@pytest.mark.parametrize("table", TABLES)
+def test_routes_name_real_kernels_and_constants(table):
     for route in getattr(routes, table):
-        known = shaders.constants(route.kernel) | shaders.constants("out_swiglu_i8")
+        known = shaders.constants(route.kernel) | shaders.constants("epilogue_swiglu_int8")
         assert set(route.consts) <= set(known), route.kernel
         assert route.needs
 
 
-@pytest.mark.parametrize("kv_heads", [1, 3, 8, 32])
-def test_splits(kv_heads):
-    """More positions are never cut into fewer parts, nor into more than there is room for."""
-    splits = [routes.splits(routes.reach(n), kv_heads) for n in (1, 2, 64, 100, 256, 385, 1000, 8192, 131072)]
-    assert splits == sorted(splits) and splits[-1] <= routes.MOST_SPLITS
-    few = [routes.splits(routes.reach(n), kv_heads, 16) * 16 for n in (1, 100, 8192)]
-    assert all(count <= max(16, routes.MOST_SPLITS) for count in few)  # the same buffer holds them
+# The rest
 
 
-def test_the_tables_need_no_gpu():
-    """`devices --kernels` and these tests read them without a driver."""
-    source = ast.parse(Path(routes.__file__).read_text())
-    imported = {name.name for node in ast.walk(source) if isinstance(node, ast.Import) for name in node.names}
-    imported |= {str(node.module) for node in ast.walk(source) if isinstance(node, ast.ImportFrom)}
-    assert imported <= {"collections.abc", "dataclasses"}
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 33, 100, 256, 300, 512])
+def test_a_plan_holds_its_rows(rows):
+    assert rows <= routes.plan_width(rows, 512) <= 512
 
 
-def test_scalar_takes_the_last_rows():
+def test_scalar_takes_the_last_routes():
     scalar = replace(GPU, scalar=True)
-    assert pick(routes.LINEAR, Linear(1, 64, 64, 32, "q4"), scalar).kernel == "linear_any"
-    assert pick(routes.LINEAR, Linear(9, 64, 64, 32, "q4", "i8"), scalar).kernel == "linear_gemm_i8"  # the rest cannot
-    assert pick(routes.ATTEND, 64, 1, scalar).kernel == "attend_any"
-    assert not routes.tileable(64, 64, 64, 64, [], replace(CPU, scalar=True))
+    assert linear_kernel(Linear(1, 64, 64, 32, Q4), scalar) == "linear_any"
+    assert attention_kernel(64, 1, scalar) == "attend_any"
+    assert not routes.suits_textures(64, 64, 64, 64, [], replace(CPU, scalar=True))
 
 
 @pytest.mark.parametrize("subgroup, lanes", [(0, 8), (4, 4), (8, 8), (16, 16), (32, 8)])
 def test_a_vector_is_a_subgroup(subgroup, lanes):
-    assert routes.vector(replace(CPU, subgroup=subgroup)) == lanes
+    assert routes.vector_lanes(replace(CPU, subgroup=subgroup)) == lanes
+
+
+def test_the_tables_need_no_gpu():
+    """They are read without a driver: importing them brings no wgpu."""
+    code = "import sys, llamagpu.engine.routes; sys.exit('wgpu' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

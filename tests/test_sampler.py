@@ -1,9 +1,9 @@
-"""Drawing tokens: each filter against the same rule written out plainly, drawn shares against exact ones."""
+"""Sampling on the host: each filter against the same rule written out plainly, sampled shares against exact ones."""
 
 import numpy as np
 import pytest
 
-from llamagpu.engine.sampler import Sampling, candidates, draw, make_sampler, penalise
+from llamagpu.engine.sampler import Sampling, candidates, host_sampler, penalise, sample
 from llamagpu.errors import NumericCheckFailed
 
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # the model's own distribution
@@ -64,26 +64,24 @@ def test_equal_logits_go_by_id():
     assert order.tolist() == [1, 2, 3, 0]
 
 
-@pytest.mark.parametrize(
-    "setting", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 0.5}], ids=str
-)
-def test_drawn_shares(setting):
+@pytest.mark.parametrize("setting", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 0.5}], ids=str)
+def test_sampled_shares(setting):
     sampling, logits = Sampling(**PLAIN | setting), random_logits(1, 12)
     random, count = np.random.default_rng(3), 20_000
-    drawn = np.bincount([draw(logits, sampling, random) for _ in range(count)], minlength=12) / count
+    sampled = np.bincount([sample(logits, sampling, random) for _ in range(count)], minlength=12) / count
     want = np.zeros(12)
     for i, share in expected(logits, sampling).items():
         want[i] = share
-    assert (drawn[want == 0] == 0).all()
+    assert (sampled[want == 0] == 0).all()
     # five standard deviations: one of these 60 comparisons fails by chance in 30,000 different seeds
-    assert (np.abs(drawn - want) <= 5 * np.sqrt(want * (1 - want) / count)).all()
+    assert (np.abs(sampled - want) <= 5 * np.sqrt(want * (1 - want) / count)).all()
 
 
 def test_temperature_0_takes_the_likeliest():
     logits = random_logits(2)
     sampling = Sampling(temperature=0)
     assert sampling.greedy
-    assert make_sampler(sampling, [])(logits) == logits.argmax()
+    assert host_sampler(sampling, [])(logits) == logits.argmax()
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.7])
@@ -96,28 +94,28 @@ def test_penalty(penalty):
 
 def test_penalty_looks_back_as_far_as_it_is_told():
     logits = np.array([3.0, 2.9, 2.8, 2.7])
-    choose = make_sampler(Sampling(temperature=0, repeat_penalty=2.0, repeat_last_n=2), [3, 0])
+    choose = host_sampler(Sampling(temperature=0, repeat_penalty=2.0, repeat_last_n=2), [3, 0])
     # 0 is in the last two: 1 is next; then 0 and 1 are, so 2; then 1 and 2, so 0 may come again
     assert [choose(logits) for _ in range(3)] == [1, 2, 0]
-    unlimited = make_sampler(Sampling(temperature=0, repeat_penalty=2.0, repeat_last_n=0), [0, 1, 2])
+    unlimited = host_sampler(Sampling(temperature=0, repeat_penalty=2.0, repeat_last_n=0), [0, 1, 2])
     assert unlimited(logits) == 0  # nothing is looked back at
 
 
 def test_logits_stay_as_they_are():
     logits = random_logits(4)
     before = logits.copy()
-    make_sampler(Sampling(repeat_penalty=1.5, seed=1), [1, 2, 3])(logits)
+    host_sampler(Sampling(repeat_penalty=1.5, seed=1), [1, 2, 3])(logits)
     assert (logits == before).all()
 
 
 def test_seeds():
-    def drawn(seed: int | None) -> list[int]:
-        choose = make_sampler(Sampling(**PLAIN, seed=seed), [])
+    def sampled(seed: int | None) -> list[int]:
+        choose = host_sampler(Sampling(**PLAIN, seed=seed), [])
         return [choose(random_logits(i)) for i in range(30)]
 
-    assert drawn(7) == drawn(7)
-    assert drawn(7) != drawn(8)
-    assert drawn(None) != drawn(None)
+    assert sampled(7) == sampled(7)
+    assert sampled(7) != sampled(8)
+    assert sampled(None) != sampled(None)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -126,4 +124,4 @@ def test_logits_that_are_no_numbers(bad, temperature):
     logits = random_logits(5)
     logits[17] = bad
     with pytest.raises(NumericCheckFailed):
-        make_sampler(Sampling(temperature=temperature, repeat_penalty=1.1), [])(logits)
+        host_sampler(Sampling(temperature=temperature, repeat_penalty=1.1), [])(logits)

@@ -1,4 +1,4 @@
-"""The set-up scripts; stand-ins for venv, pip and apt-get note what they were asked."""
+"""The set-up scripts, with stubs of python, pip and apt-get that log how they are called."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ from conftest import ROOT
 
 SCRIPTS = [ROOT / "scripts/run", ROOT / "scripts/test", ROOT / ".ci/run"]
 
-# Real for `-c`; `-m venv` and `-m pip install` are noted in $LOG and take as long as $SLOW says.
+# Real for `-c`. `-m venv` and `-m pip install` are logged in $LOG; the latter takes $SLOW seconds.
 PYTHON = f"""#!/bin/bash
 case "$*" in
     *wgpu*) [ -e "$LOG.adapter" ]; exit ;;
@@ -26,7 +26,8 @@ case "$*" in
             >"$(dirname "$0")/llamagpu"
         chmod +x "$(dirname "$0")/llamagpu" ;;
     *"-m pip --version"*) exit 0 ;;
-    *"-m ruff"*) echo lint; exit "${{LINT:-0}}" ;;
+    *"-m ruff check"*) echo lint; exit "${{LINT:-0}}" ;;
+    *"-m ruff format --check"*) echo format ;;
     *"-m mypy"*) echo types ;;
     *"-m pytest"*) shift 2; echo "tests $*"; exit "${{TESTS:-0}}" ;;
     *) exec {sys.executable} "$@" ;;
@@ -41,7 +42,7 @@ def executable(path: Path, text: str) -> None:
 
 
 def heed_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it, and its children with it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background job ignores it, and so do its children
 
 
 class Checkout:
@@ -74,7 +75,7 @@ class Checkout:
         out, err = process.communicate(timeout=60)
         return process.returncode, out, err
 
-    def noted(self) -> list[str]:
+    def calls(self) -> list[str]:
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
         return lines
@@ -97,13 +98,13 @@ def test_first_run_sets_up_and_the_second_is_silent(checkout):
     code, out, err = checkout.run("generate", "-p", "Once upon  a time", "*", "")
     assert (code, out) == (5, "<generate><-p><Once upon  a time><*><>")
     assert err.count("\n") == 1 and "installing packages (half a minute or so) ... done" in err
-    assert checkout.noted() == ["venv", "pip . user=0"]
+    assert checkout.calls() == ["venv", "pip . user=0"]
 
     before = os.times()
     assert checkout.run("x") == (5, "<x>", "")
     used = os.times().children_user + os.times().children_system - before.children_user - before.children_system
-    assert used < 0.5, used  # measured 0.02: nothing is imported, nothing installed
-    assert checkout.noted() == []
+    assert used < 0.5, used  # 0.02 measured: nothing is imported, nothing installed
+    assert checkout.calls() == []
 
 
 def test_started_through_a_link(checkout, tmp_path):
@@ -114,55 +115,55 @@ def test_started_through_a_link(checkout, tmp_path):
 
 def test_changed_declarations_install_again(checkout):
     checkout.run()
-    checkout.noted()
+    checkout.calls()
     with (checkout.root / "pyproject.toml").open("a") as file:
         file.write("# changed\n")
     assert checkout.run("x")[:2] == (5, "<x>")
-    assert checkout.noted() == ["pip . user=0"]
+    assert checkout.calls() == ["pip . user=0"]
 
 
 def test_lost_interpreter_is_replaced(checkout):
     checkout.run()
-    checkout.noted()
+    checkout.calls()
     (checkout.venv / "bin/python").unlink()
     assert checkout.run("x")[:2] == (5, "<x>")
-    assert checkout.noted() == ["venv", "pip . user=0"]
+    assert checkout.calls() == ["venv", "pip . user=0"]
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
 @pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
 def test_killed_half_way_heals(checkout, sent, again):
-    if again:  # a complete environment that is being brought up to date
+    if again:  # an environment that is complete, but out of date
         checkout.run()
         (checkout.root / "pyproject.toml").write_text("[project]\n")
-        checkout.noted()
+        checkout.calls()
     process = checkout.start(SLOW="30")
     while not (checkout.log.exists() and "pip" in checkout.log.read_text()):
         assert process.poll() is None
         time.sleep(0.02)
     os.killpg(process.pid, sent)
     assert process.wait(10) != 0
-    checkout.noted()
+    checkout.calls()
     (checkout.venv / "lib").mkdir(exist_ok=True)
     (checkout.venv / "lib/half").touch()
     assert checkout.run("x")[:2] == (5, "<x>")
-    assert checkout.noted() == ["venv", "pip . user=0"]
+    assert checkout.calls() == ["venv", "pip . user=0"]
     assert not (checkout.venv / "lib/half").exists()
 
 
-def test_two_runs_at_once_install_once(checkout):
-    """All wait for a lock that is held here; then one installs and the others find it done."""
+def test_three_runs_at_once_install_once(checkout):
+    """All wait for a lock that the test holds. Then one installs, and the others find it done."""
     checkout.venv.mkdir(parents=True)
     with (checkout.venv / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         runs = [checkout.start(str(i)) for i in range(3)]
         for run in runs:
             assert "waiting for another run" in run.stderr.readline()
-        assert checkout.noted() == []
+        assert checkout.calls() == []
     results = [run.communicate(timeout=60) for run in runs]
     assert [out for out, _ in results] == ["<0>", "<1>", "<2>"]
     assert sum("setting up" in err for _, err in results) == 1
-    assert checkout.noted() == ["venv", "pip . user=0"]
+    assert checkout.calls() == ["venv", "pip . user=0"]
 
 
 def test_failed_install(checkout):
@@ -170,17 +171,17 @@ def test_failed_install(checkout):
     code, out, err = checkout.run("x")
     assert (code, out) == (1, "")
     assert "ERROR: No matching distribution found. Check `pip config list`" in err and "install.log" in err
-    assert err.count("\n") == 2  # what it does, what went wrong
+    assert err.count("\n") == 2  # what it does, then what went wrong
     checkout.broken.unlink()
     assert checkout.run("x")[:2] == (5, "<x>")
 
 
 def test_own_environment_is_kept(checkout):
-    """A .venv that was there before gets the package; nothing in it is thrown away."""
+    """A .venv that the user made gets the package and keeps its files."""
     executable(checkout.venv / "bin/python", PYTHON)
     executable(checkout.venv / "bin/mine", "")
     assert checkout.run("x")[:2] == (5, "<x>")
-    assert checkout.noted() == ["pip . user=0"]
+    assert checkout.calls() == ["pip . user=0"]
     assert (checkout.venv / "bin/mine").exists()
 
 
@@ -211,7 +212,7 @@ def test_adapter_missing_then_mesa(checkout):
     executable(checkout.bin / "apt-get", '#!/bin/sh\necho "apt-get $*" >>"$LOG"; touch "$LOG.adapter"\n')
     code, out, err = checkout.run("x")
     assert (code, out) == (5, "<x>") and "Mesa's software Vulkan driver ... done" in err
-    update, install = checkout.noted()[2:]
+    update, install = checkout.calls()[2:]
     assert update.endswith(" update") and install.endswith("libvulkan1 mesa-vulkan-drivers")
     assert checkout.run("x") == (5, "<x>", "")
 
@@ -221,18 +222,18 @@ def test_adapter_missing_and_no_rights(checkout):
     executable(checkout.bin / "id", "#!/bin/sh\necho 1000\n")
     executable(checkout.bin / "sudo", "#!/bin/sh\nexit 1\n")
     code, out, err = checkout.run("x")
-    assert (code, out) == (5, "<x>")  # not every command needs an adapter
+    assert (code, out) == (5, "<x>")  # some commands need no adapter
     assert "    sudo apt-get install mesa-vulkan-drivers" in err and "installing Mesa" not in err
-    assert not [line for line in checkout.noted() if line.startswith("apt-get")]
-    assert checkout.run("x") == (5, "<x>", "")  # said once; a command that needs an adapter says so itself
+    assert not [line for line in checkout.calls() if line.startswith("apt-get")]
+    assert checkout.run("x") == (5, "<x>", "")  # the message is not repeated
 
 
 def test_mesa_cannot_be_installed(checkout):
     checkout.adapter.unlink()
     executable(checkout.bin / "apt-get", '#!/bin/sh\necho tried >>"$LOG"; echo "E: no such package"; exit 100\n')
     assert "failed" in (err := checkout.run("x")[2]) and "E: no such package" in err
-    assert checkout.noted()[2:] == ["tried", "tried"]
-    assert checkout.run("x") == (5, "<x>", "") and checkout.noted() == []
+    assert checkout.calls()[2:] == ["tried", "tried"]
+    assert checkout.run("x") == (5, "<x>", "") and checkout.calls() == []
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_why_the_install_failed(checkout, said, told):
 
 
 def test_checkout_that_cannot_be_written(checkout, tmp_path):
-    """Root may write anywhere, so for root a plain file stands where the environment would be made."""
+    """Root may write anywhere, so for root a plain file is in the way of the environment."""
     if os.geteuid():
         checkout.root.chmod(0o555)
     else:
@@ -266,21 +267,21 @@ def test_checkout_that_cannot_be_written(checkout, tmp_path):
 def test_all_checks_run_and_the_worst_code_counts(checkout, lint, tests, worst):
     code, out, err = checkout.run("-k", "a b", script=".ci/run", LINT=str(lint), TESTS=str(tests))
     assert code == worst
-    assert [line.split()[0] for line in out.splitlines()] == ["lint", "types", "tests"]
+    assert [line.split()[0] for line in out.splitlines()] == ["lint", "format", "types", "tests"]
     assert out.endswith("-k a b\n") and "done" in err
-    assert checkout.noted() == ["venv", "pip .[test,dev] user=0"]
-    assert checkout.run("x") == (5, "<x>", "")  # what the tests need covers what a run needs
+    assert checkout.calls() == ["venv", "pip .[test,dev] user=0"]
+    assert checkout.run("x") == (5, "<x>", "")  # an environment for tests is also one for runs
     out, err = checkout.run(script="scripts/test")[1:]
     assert re.search(r"^start-up: llamagpu --help \d+\.\d+ s$", out, re.M) and err == ""
-    assert checkout.noted() == []
+    assert checkout.calls() == []
 
 
 @pytest.mark.slow
 def test_real_set_up(tmp_path):
-    """A copy of this checkout, its own environment from the package index, and `--help` out of it."""
+    """`--help` in a copy of this checkout, with an environment from the package index."""
     root = tmp_path / "a copy"
-    keep = shutil.ignore_patterns(".git", ".venv", "*_cache", "__pycache__", ".hypothesis")
-    shutil.copytree(ROOT, root, ignore=keep)
+    ignored = shutil.ignore_patterns(".git", ".venv", "*_cache", "__pycache__", ".hypothesis")
+    shutil.copytree(ROOT, root, ignore=ignored)
     for first in (True, False):
         help_ = [root / "scripts/run", "--help"]
         run = subprocess.run(help_, cwd="/", capture_output=True, text=True, timeout=600)

@@ -33,9 +33,7 @@ ORIGINAL_PATTERNS = {
     "smollm": [r"\p{N}", GPT2],
     "llama-bpe": [LLAMA3],
     "qwen2": [LLAMA3.replace("{1,3}", "")],
-    "qwen35": [
-        CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + BLANKS
-    ],
+    "qwen35": [CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + BLANKS],
     "tekken": [CASED % ("", "", "")],
     "gpt-4o": [CASED % (CONTRACTIONS + "?", CONTRACTIONS + "?", "{1,3}")],
     "falcon": [r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"],
@@ -501,9 +499,7 @@ def mutate(rng: random.Random, meta: dict[str, Any]) -> None:
         meta[key] = value[: rng.randrange(len(value))]
     elif kind == 2 and isinstance(value, list):
         at = rng.randrange(len(value))
-        odd = rng.choice(
-            ["", " ", "a a", "<|eot_id|>", SPACE * 2, "\ud800", "x" * 500, value[at - 1], 7, None]
-        )
+        odd = rng.choice(["", " ", "a a", "<|eot_id|>", SPACE * 2, "\ud800", "x" * 500, value[at - 1], 7, None])
         meta[key] = [*value[:at], odd, *value[at + rng.randrange(2) :]]
     elif kind == 3 and isinstance(value, list):
         meta[key] = rng.sample(value, len(value))

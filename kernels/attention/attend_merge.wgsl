@@ -1,28 +1,29 @@
-// Joins the splits of attend_split: y[m, HEADS, HEAD_DIM] = sum of partial sums / sum of totals, each scaled to the common
-// top; as int8 records with I8. One workgroup per 32 dimensions, an invocation per 4 dimensions and several splits.
-// Parts: record. Needs HEAD_DIM % 32 == 0.
+// y[m, HEADS, HEAD_DIM] = the merged splits of attend_split: sum of partial sums / sum of totals, each rescaled to the
+// common top. Writes f32, or int8 blocks with INT8.
+// One workgroup per 32 dimensions; an invocation takes 4 dimensions of several splits.
+// Needs HEAD_DIM % 32 == 0. Parts: int8_block_*.
 const HEAD_DIM: u32 = 64u;
 const SPLITS: u32 = 2u;
-const I8: bool = false;
+const INT8: bool = false;
 const WORKGROUP: u32 = 64u;
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;
-@group(0) @binding(3) var<storage, read> stats: array<vec2<f32>>;  // [m * HEADS, SPLITS] (top, total)
-@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;      // [m * HEADS, SPLITS, HEAD_DIM]
+@group(0) @binding(3) var<storage, read> stats: array<vec2<f32>>;  // [m * HEADS, SPLITS] (top, total), see attend_split
+@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;      // partial sums [m * HEADS, SPLITS, HEAD_DIM]
 var<workgroup> sums: array<vec4<f32>, WORKGROUP>;
 var<workgroup> totals: array<f32, WORKGROUP>;
 @compute @workgroup_size(WORKGROUP)
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
-  let head = group.x * 32u / HEAD_DIM;
-  let quad = group.x * 8u % (HEAD_DIM / 4u) + index % 8u;
+fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) index: u32) {
+  let head = workgroup.x * 32u / HEAD_DIM;
+  let dim4 = workgroup.x * 8u % (HEAD_DIM / 4u) + index % 8u;
   var top = -1e30;
   for (var s = 0u; s < SPLITS; s++) { top = max(top, stats[head * SPLITS + s].x); }
   var sum = vec4<f32>();
   var total = 0.0;
   for (var s = index / 8u; s < SPLITS; s += WORKGROUP / 8u) {
-    let at = stats[head * SPLITS + s];
-    let f = exp(at.x - top);
-    sum += x[(head * SPLITS + s) * (HEAD_DIM / 4u) + quad] * f;
-    total += at.y * f;
+    let stat = stats[head * SPLITS + s];
+    let f = exp(stat.x - top);
+    sum += x[(head * SPLITS + s) * (HEAD_DIM / 4u) + dim4] * f;
+    total += stat.y * f;
   }
   sums[index] = sum;
   totals[index] = total;
@@ -32,16 +33,16 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     sums[index] = sum / total;
   }
   workgroupBarrier();
-  if (!I8) {
+  if (!INT8) {
     if (index < 8u) {
       let u = bitcast<vec4<u32>>(sums[index]);
-      let i = 4u * (group.x * 8u + index);
+      let i = 4u * (workgroup.x * 8u + index);
       y[i] = u.x; y[i + 1u] = u.y; y[i + 2u] = u.z; y[i + 3u] = u.w;
     }
     return;
   }
   let i = min(index, 3u);
-  let r = make_record(sums[2u * i], sums[2u * i + 1u], index);
-  let at = 12u * group.x + index % 4u;
-  if (index < 4u) { y[at] = r.even; y[at + 4u] = r.odd; y[at + 8u] = r.scale; }
+  let block = quantise_block(sums[2u * i], sums[2u * i + 1u], index);
+  let at = 12u * workgroup.x + index % 4u;
+  if (index < 4u) { y[at] = block.even; y[at + 4u] = block.odd; y[at + 8u] = block.scale; }
 }

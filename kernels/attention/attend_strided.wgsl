@@ -1,55 +1,58 @@
-// attend with its values read the other way: an invocation takes one head dimension at a time and walks V across
-// positions, four of them per step and HEAD_DIM apart, instead of four dimensions that lie side by side. All else is the
-// same. The baseline that attend is measured against; in no route. Parts: half, kv. Needs HEAD_DIM % 4 == 0, <= 256.
-struct Step { pos: u32, m: u32, capacity: u32, count: u32 }  // first position, tokens, positions a head's cache holds, tokens picked
+// y[m, HEADS, HEAD_DIM] = softmax(q K^T) V as in attend, but V is read across positions: the baseline of attend.
+// An invocation takes one head dimension at a time and reads it for four positions per iteration, HEAD_DIM apart.
+// attend reads four adjacent dimensions instead. All else is the same. No route takes this kernel.
+// Needs HEAD_DIM % 4 == 0 and HEAD_DIM <= 256. Parts: f16, kv4_*.
+struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
+struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 4u;
-const WINDOW: u32 = 0u;  // a token sees the last WINDOW positions, its own included; 0: all
+const WINDOW: u32 = 0u;                                         // a token sees the last WINDOW positions, its own included; 0: all
 const SCALE: f32 = 1.0;
 const WORKGROUP: u32 = 64u;
-const QUADS: u32 = HEAD_DIM / 4u;
-const OWN: u32 = (HEAD_DIM + WORKGROUP - 1u) / WORKGROUP;  // dimensions of an invocation: WORKGROUP apart
+const HEAD_VEC4: u32 = HEAD_DIM / 4u;
+const OWN_DIMS: u32 = (HEAD_DIM + WORKGROUP - 1u) / WORKGROUP;  // dimensions of an invocation, WORKGROUP apart
 @group(0) @binding(0) var<storage, read_write> y: array<f32>;  // [m, HEADS, HEAD_DIM]
-@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;  // q, likewise
+@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;  // q [m, HEADS, HEAD_DIM]
 @group(0) @binding(8) var<uniform> step: Step;
-var<workgroup> q: array<vec4<f32>, QUADS>;
+var<workgroup> q: array<vec4<f32>, HEAD_VEC4>;
 var<workgroup> scores: array<f32, WORKGROUP>;
 var<workgroup> weights: array<f32, WORKGROUP>;  // exp(score - top), 0 past the end
-fn value(p: u32, d: u32) -> f32 { return value4(p * QUADS + d / 4u)[d % 4u]; }
+fn value(p: u32, d: u32) -> f32 { return value4(p * HEAD_VEC4 + d / 4u)[d % 4u]; }
 @compute @workgroup_size(WORKGROUP)
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
-  let head = group.x;
-  let token = group.y;
-  let end = step.pos + token + 1u;
+fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) index: u32) {
+  let head = workgroup.x;
+  let token = workgroup.y;
+  let row = step.row[token];
+  let end = row.position + 1u;
   let begin = select(0u, end - min(WINDOW, end), WINDOW > 0u);
-  let base = head / (HEADS / KV_HEADS) * step.capacity;
-  let out = (token * HEADS + head) * QUADS;
-  for (var i = index; i < QUADS; i += WORKGROUP) { q[i] = x[out + i] * SCALE; }
+  let base = (row.slot * KV_HEADS + head / (HEADS / KV_HEADS)) * step.capacity;
+  let out = (token * HEADS + head) * HEAD_VEC4;
+  for (var i = index; i < HEAD_VEC4; i += WORKGROUP) { q[i] = x[out + i] * SCALE; }
   workgroupBarrier();
   var top = -1e30;
   var sum = 0.0;
-  var acc = array<f32, OWN>();
+  var acc = array<f32, OWN_DIMS>();
   for (var p0 = begin; p0 < end; p0 += WORKGROUP) {
     let p = p0 + index;
     var s = -1e30;
     if (p < end) {
       s = 0.0;
-      for (var i = 0u; i < QUADS; i++) { s += dot(q[i], key4((base + p) * QUADS + i)); }
+      for (var i = 0u; i < HEAD_VEC4; i++) { s += dot(q[i], key4((base + p) * HEAD_VEC4 + i)); }
     }
     scores[index] = s;
     workgroupBarrier();
-    var peak = top;
-    for (var i = 0u; i < WORKGROUP; i++) { peak = max(peak, scores[i]); }
-    let keep = exp(top - peak);
-    top = peak;
-    sum *= keep;
-    weights[index] = select(0.0, exp(s - peak), p < end);
+    var new_top = top;
+    for (var i = 0u; i < WORKGROUP; i++) { new_top = max(new_top, scores[i]); }
+    let rescale = exp(top - new_top);
+    top = new_top;
+    sum *= rescale;
+    weights[index] = select(0.0, exp(s - new_top), p < end);
     workgroupBarrier();
     for (var i = 0u; i < WORKGROUP; i++) { sum += weights[i]; }
-    for (var j = 0u; j < OWN; j++) {
+    for (var j = 0u; j < OWN_DIMS; j++) {
       let d = min(index + j * WORKGROUP, HEAD_DIM - 1u);
-      var a = acc[j] * keep;
+      var a = acc[j] * rescale;
       for (var i = 0u; i < min(WORKGROUP, end - p0); i += 4u) {
         let at = base + p0 + i;
         let last = base + end - 1u;  // past the end the weight is 0
@@ -59,7 +62,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
       acc[j] = a;
     }
   }
-  for (var j = 0u; j < OWN; j++) {
+  for (var j = 0u; j < OWN_DIMS; j++) {
     let d = index + j * WORKGROUP;
     if (d < HEAD_DIM) { y[4u * out + d] = acc[j] / sum; }
   }

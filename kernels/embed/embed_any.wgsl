@@ -1,14 +1,18 @@
-// y[t, K] = row tokens[t] of the embedding table, dequantised, for every K: one invocation per value.
-// A table split by rows is looked up part by part: each writes the tokens it holds. Parts: half, (scales,) weight.
+// y[m, K] = the dequantised rows of the embedding table for the tokens of the step, for every K.
+// One invocation per value. A table of several shards takes one dispatch each, which writes the tokens whose rows are
+// in the shard.
+// Needs nothing. Parts: f16, (scales,) weight_*.
 const K: u32 = 1u;
-const N: u32 = 1u;     // rows of this part
-const ROW0: u32 = 0u;  // its first row
+const N: u32 = 1u;     // rows of this shard
+const ROW0: u32 = 0u;  // the shard's first row in the table
 const WORKGROUP: u32 = 64u;
 @group(0) @binding(0) var<storage, read_write> y: array<f32>;
-@group(0) @binding(5) var<storage, read> tokens: array<u32>;
+struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
+struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+@group(0) @binding(8) var<uniform> step: Step;
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(global_invocation_id) id: vec3<u32>) {
-  let row = tokens[id.y] - ROW0;  // below ROW0 it wraps round and is not < N
+  let row = step.row[id.y].token - ROW0;  // wraps around below ROW0, and then is not < N
   if (id.x >= K || row >= N) { return; }
   y[id.y * K + id.x] = weight(row, id.x);
 }

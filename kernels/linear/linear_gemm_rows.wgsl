@@ -1,19 +1,20 @@
-// y[m, N] = x[m, K] @ W[N, K]^T, many tokens without tiles: one workgroup per token and pair of rows, its lanes split K
-// by 8 weights. Every token reads all weights again: the baseline that linear_gemm is measured against, and what takes its
-// place where its tiles would leave most of a GPU idle.
-// Parts: half, (scales,) weight, out, reduce. Needs K % 8 == 0 and GROUP % 8 == 0.
+// y[m, N] = x[m, K] @ W[N, K]^T, many tokens, without tiles.
+// One workgroup per token and row pair; its lanes split K by 8 weights. Every token reads all weights again.
+// It is the baseline of linear_gemm, and runs where the tiles of linear_gemm would leave most of a GPU idle.
+// Needs K % 8 == 0 and GROUP % 8 == 0.
+// Parts: f16, (scales,) weight_*, epilogue_* (without a workgroup epilogue), reduce_*.
 const K: u32 = 32u;
 const N: u32 = 2u;
 const LANES: u32 = 64u;
 const WORKGROUP: u32 = 64u;
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;  // [m, K/4]
 @compute @workgroup_size(WORKGROUP)
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
+fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
         @builtin(local_invocation_index) index: u32) {
-  let row = 2u * (group.x + group.y * groups.x);
-  let row0 = min(row, N - 1u);  // past the end: clamp the loads, emit guards the store
+  let row = 2u * (workgroup.x + workgroup.y * workgroups.x);
+  let row0 = min(row, N - 1u);  // past the last row loads are clamped and the epilogue guards the store
   let row1 = min(row + 1u, N - 1u);
-  let x0 = group.z * (K / 4u);
+  let x0 = workgroup.z * (K / 4u);
   var sum = vec2<f32>();
   for (var k8 = index; k8 < K / 8u; k8 += LANES) {
     let a = x[x0 + 2u * k8];
@@ -23,5 +24,5 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     sum += vec2<f32>(dot(w0[0], a) + dot(w0[1], b), dot(w1[0], a) + dot(w1[1], b));
   }
   sum = sum_lanes(sum, index);
-  if (index == 0u) { emit(group.z, row, sum); }
+  if (index == 0u) { epilogue(workgroup.z, row, sum); }
 }

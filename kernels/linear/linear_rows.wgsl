@@ -1,15 +1,15 @@
-// y[N] = x[K] @ W[N, K]^T, one token, for adapters that are a CPU: an invocation makes 8 whole rows, nothing is shared,
-// so there is no barrier and x is loaded once for 8 rows. Parts: half, (scales,) block, out.
-// Needs m == 1 and what the block part needs.
+// y[N] = x[K] @ W[N, K]^T, one token, for CPU adapters.
+// One invocation computes 8 whole rows. Nothing is shared, so there is no barrier, and x is loaded once for 8 rows.
+// Needs m == 1 and what the block part needs. Parts: f16, (scales,) block_*, epilogue_* (without a workgroup epilogue).
 const K: u32 = 32u;
 const N: u32 = 2u;
 const WORKGROUP: u32 = 8u;
 const ROWS: u32 = 8u;
 @compute @workgroup_size(WORKGROUP)
-fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>) {
-  let row = ROWS * (id.x + id.y * groups.x * WORKGROUP);
+fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>) {
+  let row = ROWS * (id.x + id.y * workgroups.x * WORKGROUP);
   if (row >= N) { return; }
-  let last = N - 1u;  // past the end: clamp the loads, emit guards the store
+  let last = N - 1u;  // past the last row loads are clamped and the epilogue guards the store
   var a = vec2<f32>();
   var b = vec2<f32>();
   var c = vec2<f32>();
@@ -20,8 +20,8 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) g
     c += dot_block(min(row + 4u, last), min(row + 5u, last), i);
     d += dot_block(min(row + 6u, last), min(row + 7u, last), i);
   }
-  emit(0u, row, a);
-  emit(0u, row + 2u, b);
-  emit(0u, row + 4u, c);
-  emit(0u, row + 6u, d);
+  epilogue(0u, row, a);
+  epilogue(0u, row + 2u, b);
+  epilogue(0u, row + 4u, c);
+  epilogue(0u, row + 6u, d);
 }

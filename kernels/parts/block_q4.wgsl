@@ -1,9 +1,10 @@
-// dot_block: 32 inputs times 32 q4 weights of two rows, one 16-byte load each. Needs K % 32 == 0 and GROUP % 32 == 0.
+// Role block: dot_block(row0, row1, b) = 32 inputs times 32 q4 weights of two rows, one 16-byte load for each row.
+// Needs K % 32 == 0 and GROUP % 32 == 0. Parts: f16, scales.
 const K: u32 = 32u;
 const GROUP: u32 = 32u;
-const PAIR: bool = false;
+const HAS_OFFSET: bool = false;
 const BLOCK: u32 = 32u;
-const ZERO: f32 = select(8.0, 0.0, PAIR);
+const ZERO: f32 = select(8.0, 0.0, HAS_OFFSET);
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;
 @group(0) @binding(6) var<storage, read> w: array<vec4<u32>>;
 fn dot8(word: u32, a: vec4<f32>, b: vec4<f32>) -> f32 {
@@ -23,6 +24,6 @@ fn dot_block(row0: u32, row1: u32, b: u32) -> vec2<f32> {
   var sum = vec2<f32>(
     s0.x * (dot8(p.x, x0, x1) + dot8(p.y, x2, x3) + dot8(p.z, x4, x5) + dot8(p.w, x6, x7)),
     s1.x * (dot8(q.x, x0, x1) + dot8(q.y, x2, x3) + dot8(q.z, x4, x5) + dot8(q.w, x6, x7)));
-  if (PAIR) { sum += vec2<f32>(s0.y, s1.y) * dot(x0 + x1 + x2 + x3 + x4 + x5 + x6 + x7, vec4<f32>(1.0)); }
+  if (HAS_OFFSET) { sum += vec2<f32>(s0.y, s1.y) * dot(x0 + x1 + x2 + x3 + x4 + x5 + x6 + x7, vec4<f32>(1.0)); }
   return sum;
 }

@@ -1,8 +1,9 @@
-// dot_block: 32 inputs times 32 q8 weights of two rows (16 even ones, 16 odd ones), two 16-byte loads each.
-// Needs K % 32 == 0 and GROUP % 32 == 0 or GROUP == 16.
+// Role block: dot_block(row0, row1, b) = 32 inputs times 32 q8 weights of two rows, two 16-byte loads for each row: 16
+// even weights, 16 odd ones.
+// Needs K % 32 == 0 and GROUP % 32 == 0 or GROUP == 16. Parts: f16, scales.
 const K: u32 = 32u;
 const GROUP: u32 = 32u;
-const PAIR: bool = false;
+const HAS_OFFSET: bool = false;
 const BLOCK: u32 = 32u;
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;
 @group(0) @binding(6) var<storage, read> w: array<vec4<u32>>;
@@ -28,6 +29,6 @@ fn dot_block(row0: u32, row1: u32, b: u32) -> vec2<f32> {
     return vec2<f32>(s0.x, s1.x) * low + vec2<f32>(t0.x, t1.x) * high;
   }
   var sum = vec2<f32>(s0.x, s1.x) * (low + high);
-  if (PAIR) { sum += vec2<f32>(s0.y, s1.y) * dot(x0 + x1 + x2 + x3 + x4 + x5 + x6 + x7, vec4<f32>(1.0)); }
+  if (HAS_OFFSET) { sum += vec2<f32>(s0.y, s1.y) * dot(x0 + x1 + x2 + x3 + x4 + x5 + x6 + x7, vec4<f32>(1.0)); }
   return sum;
 }

@@ -1,12 +1,12 @@
-// fetch, dot32: 32 f32 inputs times 32 weights of one row. Parts: scales, planes, inputs of f32.
-// Needs GROUP % 32 == 0 or GROUP == 16.
+// Role dot, quantised weights, f32 inputs: fetch(row, b) loads 32 weights of a row and their scales, dot32 multiplies.
+// Needs GROUP % 32 == 0 or GROUP == 16. Parts: scales, planes_*, inputs_f32, inputs_interleaved or prologue_f32.
 const K: u32 = 32u;
 const GROUP: u32 = 32u;
-const PAIR: bool = false;
-const ZERO_BYTE: f32 = ZERO + f32(SIGNS & 0xFFu);  // what a byte is when the weight is 0
+const HAS_OFFSET: bool = false;
+const ZERO_BYTE: f32 = ZERO + f32(SIGNS & 0xFFu);  // the byte of a weight of 0
 struct Weights { raw: Raw, s: Scales }
 fn fetch(row: u32, b: u32) -> Weights { return Weights(load_raw(row, b), load_scales(row, b)); }
-// Four bytes as weights, put into the last bits of 2^23: faster than converting integers (13 to 15 % of layers on an H200).
+// Four bytes as weights: each becomes the last bits of 2^23. Converting integers is slower (13 to 15 % of layers on an H200).
 fn floats(bytes: u32) -> vec4<f32> {
   let b = vec4<u32>(bytes, bytes >> 8u, bytes >> 16u, bytes >> 24u) & vec4<u32>(0xFFu);
   return bitcast<vec4<f32>>(b | vec4<u32>(0x4B000000u)) - (8388608.0 + ZERO_BYTE);
@@ -24,6 +24,6 @@ fn dot32(v: Inputs, w: Weights) -> f32 {
   let first = dot(v.x0 + v.x1 + v.x2 + v.x3, vec4<f32>(1.0));
   let last = dot(v.x4 + v.x5 + v.x6 + v.x7, vec4<f32>(1.0));
   if (GROUP == 16u) { return s.x * low + s.z * high + s.y * first + s.w * last; }
-  if (PAIR) { return s.x * (low + high) + s.y * (first + last); }
+  if (HAS_OFFSET) { return s.x * (low + high) + s.y * (first + last); }
   return s.x * (low + high);
 }

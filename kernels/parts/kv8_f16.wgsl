@@ -1,8 +1,8 @@
-// The KV cache of a layer as f16, [KV_HEADS, capacity, HEAD_DIM]: key_oct/value_oct(i) = dimensions 8i..8i+7 by one 16-byte load,
-// to be widened when they have come.
-alias Oct = vec4<u32>;
-@group(0) @binding(1) var<storage, read> k_cache: array<Oct>;
-@group(0) @binding(2) var<storage, read> v_cache: array<Oct>;
-fn key_oct(i: u32) -> Oct { return k_cache[i]; }
-fn value_oct(i: u32) -> Oct { return v_cache[i]; }
-fn widen(w: Oct) -> mat2x4<f32> { return mat2x4<f32>(vec4<f32>(halves(w.x), halves(w.y)), vec4<f32>(halves(w.z), halves(w.w))); }
+// Role kv8: the KV cache of a layer as f16, [slots, KV_HEADS, capacity, HEAD_DIM]. key8(i), value8(i) = raw dimensions
+// 8i .. 8i + 7, one 16-byte load. widen converts them to f32, after the loads have arrived. Parts: f16.
+alias Raw8 = vec4<u32>;
+@group(0) @binding(1) var<storage, read> k_cache: array<Raw8>;
+@group(0) @binding(2) var<storage, read> v_cache: array<Raw8>;
+fn key8(i: u32) -> Raw8 { return k_cache[i]; }
+fn value8(i: u32) -> Raw8 { return v_cache[i]; }
+fn widen(w: Raw8) -> mat2x4<f32> { return mat2x4<f32>(vec4<f32>(unpack_f16(w.x), unpack_f16(w.y)), vec4<f32>(unpack_f16(w.z), unpack_f16(w.w))); }

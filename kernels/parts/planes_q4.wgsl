@@ -1,9 +1,9 @@
-// 32 q4 weights of a row by one 16-byte load, taken apart into bytes: the 16 even ones and the 16 odd ones.
-// Needs K % 32 == 0.
+// Role planes: load_raw(row, b) loads 32 q4 weights of a row, one 16-byte load; planes unpacks them into bytes, the 16
+// even weights and the 16 odd ones. Needs K % 32 == 0.
 const K: u32 = 32u;
-const PAIR: bool = false;
-const ZERO: f32 = select(8.0, 0.0, PAIR);
-const SIGNS: u32 = 0u;  // none: bytes are not signed
+const HAS_OFFSET: bool = false;
+const ZERO: f32 = select(8.0, 0.0, HAS_OFFSET);
+const SIGNS: u32 = 0u;  // bytes are unsigned
 struct Raw { q: vec4<u32> }
 struct Planes { even: vec4<u32>, odd: vec4<u32> }
 @group(0) @binding(6) var<storage, read> w: array<vec4<u32>>;

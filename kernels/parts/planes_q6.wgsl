@@ -1,9 +1,11 @@
-// 32 q6 weights of a row, 24 bytes: the low nibbles as in q4, then behind the row's nibbles 8 bytes of high bit pairs
-// (word 0 of the even weights, word 1 of the odd ones; bits 2j of a byte belong to word j of the plane).
+// Role planes: load_raw(row, b) loads 32 q6 weights of a row, 24 bytes; planes unpacks them into bytes, the 16 even
+// weights and the 16 odd ones.
+// The low nibbles lie as in q4. After all nibbles of the row come 8 bytes of high bits for each block: word 0 of the
+// even weights, word 1 of the odd ones; bits 2j and 2j + 1 of a byte belong to word j of the plane.
 // Needs K % 64 == 0.
 const K: u32 = 64u;
 const ZERO: f32 = 32.0;
-const SIGNS: u32 = 0u;  // none: bytes are not signed
+const SIGNS: u32 = 0u;  // bytes are unsigned
 struct Raw { q: vec4<u32>, h: vec2<u32> }
 struct Planes { even: vec4<u32>, odd: vec4<u32> }
 @group(0) @binding(6) var<storage, read> w: array<vec4<u32>>;

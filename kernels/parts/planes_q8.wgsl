@@ -1,7 +1,8 @@
-// 32 q8 weights of a row by two 16-byte loads: the 16 even ones and the 16 odd ones, as they lie. Needs K % 32 == 0.
+// Role planes: load_raw(row, b) loads 32 q8 weights of a row, two 16-byte loads: the 16 even weights and the 16 odd
+// ones, as they are stored. Needs K % 32 == 0.
 const K: u32 = 32u;
 const ZERO: f32 = 0.0;
-const SIGNS: u32 = 0x80808080u;  // bytes are signed
+const SIGNS: u32 = 0x80808080u;  // sign bits: bytes are signed
 struct Raw { even: vec4<u32>, odd: vec4<u32> }
 struct Planes { even: vec4<u32>, odd: vec4<u32> }
 @group(0) @binding(6) var<storage, read> w: array<vec4<u32>>;

@@ -1,15 +1,16 @@
-// sum_lanes: the sum of v over the LANES neighbouring invocations that share a result, given to all of them.
-// sum_workgroup: the same over the whole workgroup; sum_begin and sum_end are its two halves, with a barrier of the caller's
-// between them. sum_each: of TOKENS * PAIRS values, the sum of the one whose number is the invocation's.
-// Trees in workgroup memory; every invocation must call them.
+// Role reduce: trees in workgroup memory. Every invocation must call these functions.
+// sum_lanes(v, index): the sum of v over the LANES neighbouring invocations that share a result, for all of them.
+// sum_workgroup(v, index): the same over the whole workgroup. sum_begin and sum_end are its two halves; the caller puts
+// a barrier between them.
+// sum_each(v, index): of TOKENS * ROW_PAIRS values in each lane, the sum of the one whose number is the lane's.
 const LANES: u32 = 64u;      // a power of two, divides WORKGROUP
 const WORKGROUP: u32 = 64u;  // a power of two where sum_workgroup is used
 const TOKENS: u32 = 1u;
-const PAIRS: u32 = 1u;
-const EACH: u32 = TOKENS * PAIRS;
+const ROW_PAIRS: u32 = 1u;
+const SUMS: u32 = TOKENS * ROW_PAIRS;
 var<workgroup> lane_sums: array<vec2<f32>, WORKGROUP>;
 fn tree_sum(v: vec2<f32>, index: u32, lanes: u32) -> vec2<f32> {
-  workgroupBarrier();  // the last result has been read by all
+  workgroupBarrier();  // the sums of the last call have been read
   lane_sums[index] = v;
   workgroupBarrier();
   for (var half = lanes / 2u; half > 0u; half >>= 1u) {
@@ -20,12 +21,12 @@ fn tree_sum(v: vec2<f32>, index: u32, lanes: u32) -> vec2<f32> {
 }
 fn sum_lanes(v: vec2<f32>, index: u32) -> vec2<f32> { return tree_sum(v, index, LANES); }
 fn sum_workgroup(v: f32, index: u32) -> f32 { return tree_sum(vec2<f32>(v, 0.0), index, WORKGROUP).x; }
-var<private> kept: f32;
-fn sum_begin(v: f32, index: u32) { kept = sum_workgroup(v, index); }
-fn sum_end() -> f32 { return kept; }
-fn sum_each(v: ptr<function, array<vec2<f32>, EACH>>, index: u32) -> vec2<f32> {
+var<private> pending_sum: f32;
+fn sum_begin(v: f32, index: u32) { pending_sum = sum_workgroup(v, index); }
+fn sum_end() -> f32 { return pending_sum; }
+fn sum_each(v: ptr<function, array<vec2<f32>, SUMS>>, index: u32) -> vec2<f32> {
   var own = vec2<f32>();
-  for (var i = 0u; i < EACH; i++) {
+  for (var i = 0u; i < SUMS; i++) {
     let sum = sum_lanes((*v)[i], index);
     own = select(own, sum, index % LANES == i);
   }

@@ -1,27 +1,30 @@
-// What attend_tile multiplies, here everything in f32: keys in workgroup memory, an owner's share of a query and of its
-// product with a key, the sum of all shares as a score; the exponentials another lane has (spread), and the sum of values
-// that they are multiplied with, from its beginning (start) to the long sum v (joined). quad_of: which quad of dimensions
-// an owner's quad i is; of eight owners four begin with the second, so that together they read different banks.
+// Role score, the arithmetic of attend_tile: here everything in f32.
+// stage_key stores a key in workgroup memory. query is an owner's share of a query row, products its product with a
+// key, for two rows; scale_scores turns the sum over all owners into scores. broadcast_weights fetches the exponentials
+// of another lane.
+// begin_sum begins the sum over the values of a kv tile, end_sum adds it to the long sum v. smooth_keys does nothing.
+// vec4_of(i, own): the vec4 of the head that is the owner's vec4 i. Of eight owners four begin with the second vec4 of
+// a run, so that together they read different banks.
 alias Sum = f32;
-alias Real4 = vec4<f32>;
-struct Query { v: array<vec4<f32>, OWN>, unit: f32 }
-struct Rows { a: array<vec4<f32>, OWN>, b: array<vec4<f32>, OWN> }
-fn quad_of(i: u32, own: u32) -> u32 { return 2u * (own + SHARE * (i / 2u)) + (i + own / 4u) % 2u; }
-var<workgroup> keys: array<vec4<f32>, PLACES * QUADS>;
-fn even_out(loads: ptr<function, array<Oct, LOADS>>, index: u32) {}
-fn put_key(n: u32, k: mat2x4<f32>) {  // run n of 8 dimensions
-  if (PLACES * OCTS % WORKGROUP == 0u || n < PLACES * OCTS) { keys[2u * n] = k[0]; keys[2u * n + 1u] = k[1]; }
+alias Value4 = vec4<f32>;
+struct Query { v: array<vec4<f32>, OWN_VEC4>, query_scale: f32 }
+struct Rows { a: array<vec4<f32>, OWN_VEC4>, b: array<vec4<f32>, OWN_VEC4> }
+fn vec4_of(i: u32, own: u32) -> u32 { return 2u * (own + OWNERS * (i / 2u)) + (i + own / 4u) % 2u; }
+var<workgroup> keys: array<vec4<f32>, KV_TILE * HEAD_VEC4>;
+fn smooth_keys(loads: ptr<function, array<Raw8, LOADS>>, index: u32) {}
+fn stage_key(n: u32, k: mat2x4<f32>) {  // run n of 8 dimensions
+  if (KV_TILE * HEAD_VEC8 % WORKGROUP == 0u || n < KV_TILE * HEAD_VEC8) { keys[2u * n] = k[0]; keys[2u * n + 1u] = k[1]; }
 }
-fn query(v: ptr<function, array<vec4<f32>, OWN>>, own: u32) -> Query { return Query(*v, 1.0); }
-fn products(q: ptr<function, Query>, r: ptr<function, Query>, place: u32, own: u32) -> vec2<f32> {
+fn query(v: ptr<function, array<vec4<f32>, OWN_VEC4>>, own: u32) -> Query { return Query(*v, 1.0); }
+fn products(q: ptr<function, Query>, r: ptr<function, Query>, tile_position: u32, own: u32) -> vec2<f32> {
   var sums = vec2<f32>();
-  for (var i = 0u; i < OWN; i++) {
-    let k = keys[place * QUADS + quad_of(i, own)];
+  for (var i = 0u; i < OWN_VEC4; i++) {
+    let k = keys[tile_position * HEAD_VEC4 + vec4_of(i, own)];
     sums += vec2<f32>(dot((*q).v[i], k), dot((*r).v[i], k));
   }
   return sums;
 }
-fn scaled(sums: vec4<f32>, unit: f32, place: u32) -> vec4<f32> { return sums; }
-fn spread(v: vec4<f32>, lane: u32) -> vec4<f32> { return subgroupShuffle(v, lane); }
-fn start(v: vec4<f32>) -> vec4<f32> { return v; }
-fn joined(v: vec4<f32>, sum: vec4<f32>) -> vec4<f32> { return sum; }
+fn scale_scores(sums: vec4<f32>, query_scale: f32, tile_position: u32) -> vec4<f32> { return sums; }
+fn broadcast_weights(v: vec4<f32>, lane: u32) -> vec4<f32> { return subgroupShuffle(v, lane); }
+fn begin_sum(v: vec4<f32>) -> vec4<f32> { return v; }
+fn end_sum(v: vec4<f32>, sum: vec4<f32>) -> vec4<f32> { return sum; }

@@ -1,9 +1,11 @@
-// q4 weights [N, K/2], low nibble = even k. Symmetric: (nibble - 8) * scale; with PAIR: nibble * scale + offset.
-// weight fits every even K; weight8 (8 consecutive k of a row) needs K % 8 == 0 and GROUP % 8 == 0.
+// Role weight: q4 weights [N, K/2] bytes, low nibble = even k. Symmetric: (nibble - 8) * scale; with HAS_OFFSET:
+// nibble * scale + offset. weight(n, k) fits every even K; weight8(n, k8), 8 consecutive k of a row, needs K % 8 == 0
+// and GROUP % 8 == 0.
+// Parts: scales.
 const K: u32 = 32u;
 const GROUP: u32 = 32u;
-const PAIR: bool = false;
-const ZERO: f32 = select(8.0, 0.0, PAIR);
+const HAS_OFFSET: bool = false;
+const ZERO: f32 = select(8.0, 0.0, HAS_OFFSET);
 @group(0) @binding(6) var<storage, read> w: array<u32>;
 fn weight(n: u32, k: u32) -> f32 {
   let byte = n * (K / 2u) + k / 2u;

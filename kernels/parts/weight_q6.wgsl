@@ -1,4 +1,5 @@
-// q6 weights [N, 3K/4 bytes] (see planes_q6): (value - 32) * scale. Needs K % 64 == 0; weight8 needs GROUP % 8 == 0.
+// Role weight: q6 weights [N, 3K/4] bytes (see planes_q6): (value - 32) * scale. weight(n, k) is one weight,
+// weight8(n, k8) 8 consecutive k of a row. Needs K % 64 == 0 and GROUP % 8 == 0. Parts: scales.
 const K: u32 = 64u;
 const GROUP: u32 = 16u;
 @group(0) @binding(6) var<storage, read> w: array<u32>;

@@ -1,5 +1,6 @@
-// q8 weights [N, K] int8, of each 32 the 16 even ones first, then the 16 odd ones: value * scale (+ offset with PAIR).
-// Needs K % 32 == 0 (all formats have it); weight8 (8 consecutive k of a row) needs GROUP % 8 == 0.
+// Role weight: q8 weights [N, K] int8, of each 32 the 16 even ones first, then the 16 odd ones: value * scale (+ offset
+// with HAS_OFFSET). weight(n, k) is one weight; weight8(n, k8), 8 consecutive k of a row, needs GROUP % 8 == 0.
+// Needs K % 32 == 0 (all formats have it). Parts: scales.
 const K: u32 = 32u;
 const GROUP: u32 = 32u;
 @group(0) @binding(6) var<storage, read> w: array<u32>;

@@ -1,18 +1,18 @@
-// best[i] = (largest logit, its index) of the i-th CHUNK of logits: the first half of a choice.
-// One invocation per chunk; of equal logits the lowest index wins. Needs nothing.
+// candidates[i] = (largest logit, its index) of the i-th run of CANDIDATE_ROWS logits: the first half of sampling.
+// One invocation per run. Of equal logits the lowest index wins. Needs nothing. Parts: none.
 const VOCAB: u32 = 1u;
-const CHUNK: u32 = 64u;
+const CANDIDATE_ROWS: u32 = 64u;
 const WORKGROUP: u32 = 16u;
-@group(0) @binding(0) var<storage, read_write> best: array<vec2<u32>>;  // (bits of the f32 logit, index)
+@group(0) @binding(0) var<storage, read_write> candidates: array<vec2<u32>>;  // (bits of the f32 logit, index)
 @group(0) @binding(5) var<storage, read> logits: array<f32>;
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(global_invocation_id) id: vec3<u32>) {
-  if (id.x * CHUNK >= VOCAB) { return; }
-  var value = -3.4e38;
-  var place = 0xFFFFFFFFu;
-  for (var i = id.x * CHUNK; i < min((id.x + 1u) * CHUNK, VOCAB); i++) {
+  if (id.x * CANDIDATE_ROWS >= VOCAB) { return; }
+  var top = -3.4e38;
+  var top_index = 0xFFFFFFFFu;
+  for (var i = id.x * CANDIDATE_ROWS; i < min((id.x + 1u) * CANDIDATE_ROWS, VOCAB); i++) {
     let v = logits[i];
-    if (v > value) { value = v; place = i; }
+    if (v > top) { top = v; top_index = i; }
   }
-  best[id.x] = vec2<u32>(bitcast<u32>(value), place);
+  candidates[id.x] = vec2<u32>(bitcast<u32>(top), top_index);
 }

@@ -1,4 +1,5 @@
-// out[t] = log softmax(logits[t])[targets[t]], for perplexity. One workgroup per token. Needs nothing.
+// out[t] = log softmax(logits[t])[targets[t]], for perplexity.
+// One workgroup per token. Needs nothing. Parts: none.
 const VOCAB: u32 = 1u;
 const WORKGROUP: u32 = 64u;
 @group(0) @binding(0) var<storage, read_write> out: array<f32>;
@@ -7,8 +8,8 @@ const WORKGROUP: u32 = 64u;
 var<workgroup> tops: array<f32, WORKGROUP>;
 var<workgroup> sums: array<f32, WORKGROUP>;
 @compute @workgroup_size(WORKGROUP)
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
-  let base = group.x * VOCAB;
+fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) index: u32) {
+  let base = workgroup.x * VOCAB;
   var top = -3.4e38;
   for (var i = index; i < VOCAB; i += WORKGROUP) { top = max(top, logits[base + i]); }
   tops[index] = top;
@@ -20,5 +21,5 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   workgroupBarrier();
   if (index > 0u) { return; }
   for (var i = 1u; i < WORKGROUP; i++) { sum += sums[i]; }
-  out[group.x] = logits[base + targets[group.x]] - top - log(sum);
+  out[workgroup.x] = logits[base + targets[workgroup.x]] - top - log(sum);
 }

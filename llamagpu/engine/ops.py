@@ -1,342 +1,465 @@
-"""One function per operation: pick the route, set the constants, bind the buffers, return what to dispatch."""
+"""One method per operation: select the route, set the constants, bind the buffers, return the dispatch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TypeVar
 
+from llamagpu.engine import routes
+from llamagpu.engine.options import KvType
+from llamagpu.engine.routes import Attention, Epilogue, Inputs, Linear, Prologue, Role, Route, RowWise, Table
 from llamagpu.engine.weights import Matrix
-from llamagpu.files.config import LlamaConfig
-from llamagpu.gpu import routes
-from llamagpu.gpu.device import Dispatch, Gpu
-from llamagpu.gpu.routes import Heads, Route
+from llamagpu.files.config import ModelConfig
+from llamagpu.files.storage import Storage
+from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, Texture
+from llamagpu.gpu.caps import Grid
+from llamagpu.gpu.device import Dispatch, Gpu, GridFunction
 from llamagpu.gpu.shaders import Const, constants
 
-
-@dataclass(frozen=True, slots=True)
-class Out:
-    """Where a linear's results go: the kernel part that takes them, its constants and its buffers."""
-
-    part: str  # out_store | out_add | out_sum | out_swiglu | out_swiglu_i8 | out_qkv | out_logits
-    buffers: dict[str, Any]
-    consts: dict[str, Const] = field(default_factory=dict)
+Consts = dict[str, Const]
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """What a linear needs to make its own inputs: see the parts inputs_norm and inputs_merge."""
+class Output:
+    """Where a linear's results go: the epilogue with its bindings and constants."""
 
-    buffers: dict[str, Any]
-    consts: dict[str, Const]
+    epilogue: Epilogue
+    bindings: Mapping[str, Bindable]
+    consts: Consts = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PrologueSpec:
+    """What a linear's kernel computes on its inputs first, with bindings, constants and further kernel parts."""
+
+    prologue: Prologue
+    bindings: Mapping[str, Bindable] = field(default_factory=dict)
+    consts: Consts = field(default_factory=dict)
     parts: tuple[str, ...] = ()
 
 
-def parts_of(
-    gpu: Gpu, route: Route, form: str = "", inputs: str = "f32", out: str = "", kv: str = "", score: str = "f32"
-) -> tuple[str, ...]:
-    """A route's parts by file name."""
-    names = ["half_native" if gpu.caps.half else "half_bits"]
-    scales = [] if form == "f16" else ["scales"]
-    arithmetic = "f32" if inputs.endswith("f32") else "i8"
-    record = "record_subgroup" if gpu.caps.subgroup >= 4 else "record_tree"
-    for role in route.parts:
-        if role in ("weight", "block"):
-            names += [*scales, f"{role}_{form}"]
-        elif role == "planes":
-            names += [*scales, f"planes_{form}"]
-        elif role == "dot":
-            halves = "dot_f16" if arithmetic == "f32" else "dot_f16_i8"
-            dot = [halves] if form == "f16" else [f"planes_{form}", f"dot_{arithmetic}"]
-            made = {"i8": ["inputs_made", record], "f32": ["inputs_made_f32"]}[arithmetic]
-            kind = inputs.removesuffix("_f32")
-            names += [*scales, f"inputs_{kind}", *(made if kind in routes.MADE else []), *dot]
-        elif role == "reduce":
-            names.append("reduce_subgroup" if subgroups_fit(gpu, route) else "reduce_tree")
-        elif role == "out":
-            names += [out] + [record] * out.endswith("_i8")
-        elif role == "record":
-            names.append(record)
-        elif role == "tile":
-            names.append(form)
-        elif role == "spread":
-            names.append("spread_subgroup" if gpu.caps.subgroup == routes.vector(gpu.caps) else "spread_plain")
-        elif role == "score":
-            names.insert(0, f"score_{score}")  # it may enable f16, which stands before everything
+NO_PROLOGUE = PrologueSpec(Prologue.NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBuffers:
+    q: Bindable  # [m, heads, head_dim]
+    keys: AnyBuffer
+    values: AnyBuffer
+    out: Bindable  # [m, heads, head_dim] f32 or int8 blocks, or partial sums of splits
+    stats: AnyBuffer | None = None  # [m, heads, splits] (top, total): softmax statistics of splits
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMode:
+    kv_type: KvType
+    int8_out: bool = False  # write int8 blocks, where the kernel can
+    int8_attention: bool = False  # many tokens: multiply in int8 and f16, where the adapter can
+    bucket: int = 1  # context bucket, see routes.CONTEXT_BUCKETS
+    one_segment: bool = False  # many tokens: all rows of the step belong to one sequence
+
+
+# Outputs of linears
+
+
+def _bias(matrix: Matrix) -> Consts:
+    return {"BIAS": matrix.bias is not None}
+
+
+def store(y: AnyBuffer, matrix: Matrix) -> Output:
+    return Output(Epilogue.STORE, {"y": y}, {"WIDTH": matrix.n} | _bias(matrix))
+
+
+def add(y: AnyBuffer, matrix: Matrix) -> Output:
+    """y += result: the residual stream."""
+    return Output(Epilogue.ADD, {"y": y}, {"WIDTH": matrix.n} | _bias(matrix))
+
+
+def sum_to(y: AnyBuffer, residual: AnyBuffer, matrix: Matrix, layer_offset: int = 0) -> Output:
+    """The residual stream from one buffer to another, by layer; with an offset of 1 into the row of the next layer."""
+    consts: Consts = {"WIDTH": matrix.n, "LAYER_OFFSET": layer_offset}
+    return Output(Epilogue.SUM, {"y": y, "residual": residual}, consts | _bias(matrix))
+
+
+def swiglu(y: AnyBuffer, matrix: Matrix, interleaved: bool = False) -> Output:
+    """silu(gate) * up; with `interleaved` in the order that Inputs.INTERLEAVED reads."""
+    return Output(Epilogue.SWIGLU, {"y": y}, {"WIDTH": matrix.n, "INTERLEAVED": interleaved} | _bias(matrix))
+
+
+def swiglu_int8(y: AnyBuffer, matrix: Matrix) -> Output:
+    return Output(Epilogue.SWIGLU_INT8, {"y": y}, {"WIDTH": matrix.n} | _bias(matrix))
+
+
+@dataclass(frozen=True, slots=True)
+class QkvBuffers:
+    q: AnyBuffer  # [m, heads, head_dim]
+    keys: AnyBuffer  # the KV cache of a layer
+    values: AnyBuffer
+    rope: Buffer
+
+
+def qkv(config: ModelConfig, matrix: Matrix, buffers: QkvBuffers, kv_type: KvType, one_segment: bool = False) -> Output:
+    """Queries, rotated, to q; keys, rotated, and values into the KV cache."""
+    consts: Consts = head_consts(config) | {"ROPE_DIMS": config.rope_dims, "KV_F32": kv_type is KvType.F32}
+    consts |= {"ONE_SEGMENT": one_segment} | _bias(matrix)
+    bindings = {"y": buffers.q, "k_cache": buffers.keys, "v_cache": buffers.values, "rope": buffers.rope}
+    return Output(Epilogue.QKV, bindings, consts)
+
+
+def head_consts(shape: ModelConfig | Attention) -> Consts:
+    return {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim}
+
+
+def attention_shape(config: ModelConfig, m: int, splits: int = 1) -> Attention:
+    c = config
+    return Attention(m, c.heads, c.kv_heads, c.head_dim, c.sliding_window, c.attn_scale, splits)
+
+
+class Ops:
+    """Makes dispatches for one device.
+
+    All kernels read the token rows of a step from `step` (engine/step_inputs.py).
+    """
+
+    def __init__(self, gpu: Gpu, step: Buffer) -> None:
+        self.gpu, self.step = gpu, step
+
+    # From routes to kernels
+
+    def parts(
+        self,
+        route: Route[S],
+        storage: Storage = Storage.F16,
+        inputs: Inputs = Inputs.F32,
+        prologue: Prologue = Prologue.NONE,
+        epilogue: Epilogue | None = None,
+        kv_type: KvType = KvType.F32,
+        int8_scores: bool = False,
+    ) -> tuple[str, ...]:
+        """The files of a route's kernel parts, in the order of composition."""
+        caps = self.gpu.caps
+        names = ["f16_native" if caps.native_f16 else "f16_bits"]
+        scales = [] if storage is Storage.F16 else ["scales"]
+        int8_block = "int8_block_subgroup" if caps.subgroup >= 4 else "int8_block_tree"
+        for role in route.parts:
+            if role in (Role.WEIGHT, Role.BLOCK, Role.PLANES):
+                names += [*scales, f"{role}_{storage}"]
+            elif role is Role.DOT:
+                names += [*scales, *self._dot_parts(storage, inputs, prologue, int8_block)]
+            elif role is Role.REDUCE:
+                names.append("reduce_subgroup" if self.subgroups_fit(route) else "reduce_tree")
+            elif role is Role.EPILOGUE and epilogue:
+                names += [epilogue] + [int8_block] * (epilogue is Epilogue.SWIGLU_INT8)
+            elif role is Role.INT8_BLOCK:
+                names.append(int8_block)
+            elif role is Role.TEXTURE:
+                names.append(storage)
+            elif role is Role.BROADCAST:
+                one_subgroup = caps.subgroup == routes.vector_lanes(caps)
+                names.append("broadcast_subgroup" if one_subgroup else "broadcast_plain")
+            elif role is Role.SCORE:
+                names.insert(0, "score_int8" if int8_scores else "score_f32")  # it may enable f16, so it comes first
+            elif role in (Role.KV4, Role.KV8):
+                names.append(f"{role}_{kv_type}")
+        return tuple(dict.fromkeys(names))
+
+    @staticmethod
+    def _dot_parts(storage: Storage, inputs: Inputs, prologue: Prologue, int8_block: str) -> list[str]:
+        arithmetic = "int8" if inputs is Inputs.INT8 else "f32"
+        if prologue is Prologue.NONE:
+            source = [f"inputs_{inputs}"]
         else:
-            names.append(f"{role}_{kv}" if role in ("kv", "kv8") else role)
-    return tuple(dict.fromkeys(names))
+            source = [f"prologue_{prologue}", f"prologue_{arithmetic}"] + [int8_block] * (arithmetic == "int8")
+        if storage is Storage.F16:
+            return [*source, "dot_f16_int8" if arithmetic == "int8" else "dot_f16"]
+        return [*source, f"planes_{storage}", f"dot_{arithmetic}"]
+
+    def subgroups_fit(self, route: Route[S]) -> bool:
+        """Whether the sums of the kernel divide into whole subgroups."""
+        size, own = self.gpu.caps.subgroup, self.constants(route)
+        enough = size >= own.get("TOKENS", 1) * own.get("ROW_PAIRS", 1)
+        return enough and own.get("LANES", own["WORKGROUP"]) % size == 0
+
+    def constants(self, route: Route[S]) -> dict[str, int]:
+        """The kernel's own tile sizes with the route's tuning on top."""
+        lanes = {"WORKGROUP": routes.vector_lanes(self.gpu.caps)} if route.one_vector else {}
+        return constants(route.kernel) | dict(route.consts) | lanes
+
+    def tuning(self, route: Route[S]) -> Consts:
+        """The constants that a route sets: sizes of the workgroup and how it reduces."""
+        chosen: Consts = dict(route.consts)
+        own = self.constants(route)
+        if Role.REDUCE in route.parts:
+            chosen |= {"WORKGROUP": own["WORKGROUP"], "LANES": own.get("LANES", own["WORKGROUP"])}
+            if self.subgroups_fit(route):
+                chosen["SUBGROUP"] = self.gpu.caps.subgroup
+        if route.one_vector:
+            chosen["WORKGROUP"] = own["WORKGROUP"]
+        return chosen
+
+    def grid(self, route: Route[S], shape: S, m: int, consts: Mapping[str, int] | None = None) -> Grid | GridFunction:
+        """Fixed for a plan of one row, else a function of the rows of the step."""
+        own = self.constants(route) | dict(consts or {})
+        grid = partial(route.grid, shape, own, self.gpu.caps)
+        return grid(1, 0) if m == 1 else grid
+
+    def workgroups(self, route: Route[Linear], shape: Linear) -> int:
+        return prod(route.grid(shape, self.constants(route), self.gpu.caps, 1, 0))
+
+    def _dispatch(
+        self,
+        route: Route[S],
+        parts: tuple[str, ...],
+        consts: Consts,
+        bindings: Mapping[str, Bindable],
+        grid: Grid | GridFunction,
+        shape: object,
+    ) -> Dispatch:
+        bound = {"step": self.step} | dict(bindings)
+        return self.gpu.dispatch(route.kernel, parts, consts, bound, grid, route.needs, shape)
+
+    # Linears
+
+    def linear(
+        self,
+        x: Bindable,
+        matrix: Matrix,
+        m: int,
+        output: Output,
+        inputs: Inputs = Inputs.F32,
+        prologue: PrologueSpec = NO_PROLOGUE,
+        table: Table[Linear] = routes.LINEAR,
+    ) -> list[Dispatch]:
+        """y = x @ W^T into `output`, one dispatch for each shard. `m` is the most token rows that the plan takes."""
+        dispatches: list[Dispatch] = []
+        candidates = 0
+        for shard in matrix.shards:
+            shape = shard.shape(m, inputs, prologue.prologue, output.epilogue)
+            route = routes.select(table, shape, self.gpu.caps)
+            consts = shard.consts | self.tuning(route) | output.consts | {"N": shard.n, "ROW0": shard.row0}
+            if output.epilogue is Epilogue.LOGITS:
+                consts["FIRST_CANDIDATE"] = candidates
+                candidates += self.workgroups(route, shape)
+            bindings = shard.bindings | dict(output.bindings) | {"x": x}
+            # bias and norm are bound where they are not read, too
+            bindings |= {"bias": matrix.bias or self.step, "norm": x} | dict(prologue.bindings)
+            parts = self.parts(route, shard.layout.storage, inputs, prologue.prologue, output.epilogue)
+            grid = self.grid(route, shape, m)
+            dispatches.append(
+                self._dispatch(route, (*parts, *prologue.parts), consts | prologue.consts, bindings, grid, shape)
+            )
+        return dispatches
+
+    def output_head(
+        self, x: AnyBuffer, matrix: Matrix, logits: Buffer, candidates: Buffer, inputs: Inputs
+    ) -> list[Dispatch]:
+        """Logits of one row, and the candidates of greedy sampling: by the linear itself where its kernel can."""
+        if self.head_finds_candidates(matrix, inputs):
+            output = Output(Epilogue.LOGITS, {"y": logits, "candidates": candidates})
+            return self.linear(x, matrix, 1, output, inputs)
+        linear = self.linear(x, matrix, 1, store(logits, matrix), inputs)
+        return [*linear, self.argmax(logits, candidates, matrix.n)]
+
+    def head_finds_candidates(self, matrix: Matrix, inputs: Inputs) -> bool:
+        shapes = [shard.shape(1, inputs, epilogue=Epilogue.LOGITS) for shard in matrix.shards]
+        caps = self.gpu.caps
+        fit = all(routes.fits_any(routes.LINEAR, shape, caps) for shape in shapes)
+        selected = [routes.select(routes.LINEAR, shape, caps) for shape in shapes] if fit else []
+        return fit and matrix.bias is None and all(route.has_workgroup_epilogue for route in selected)
+
+    def candidate_count(self, matrix: Matrix, inputs: Inputs) -> int:
+        """How many candidates `output_head` leaves."""
+        if not self.head_finds_candidates(matrix, inputs):
+            return argmax_candidates(matrix.n)
+        shapes = [shard.shape(1, inputs, epilogue=Epilogue.LOGITS) for shard in matrix.shards]
+        table, caps = routes.LINEAR, self.gpu.caps
+        return sum(self.workgroups(routes.select(table, shape, caps), shape) for shape in shapes)
+
+    def candidate_rows(self, matrix: Matrix, inputs: Inputs) -> int:
+        """Of how many logits each candidate is the largest."""
+        if not self.head_finds_candidates(matrix, inputs):
+            return self.argmax_rows
+        shape = matrix.shards[0].shape(1, inputs, epilogue=Epilogue.LOGITS)
+        route = routes.select(routes.LINEAR, shape, self.gpu.caps)
+        return routes.rows_per_workgroup(self.constants(route))
+
+    @property
+    def argmax_rows(self) -> int:
+        """Of how many logits a candidate of `argmax` is the largest."""
+        return constants("argmax")["CANDIDATE_ROWS"]
+
+    # Row-wise operations
+
+    def rms_norm(
+        self,
+        x: Bindable,
+        weight: Bindable,
+        y: Bindable,
+        width: int,
+        eps: float,
+        m: int,
+        last_rows: bool = False,
+        table: Table[RowWise] = routes.NORM,
+    ) -> Dispatch:
+        """y = x / rms(x) * weight, row by row.
+
+        With `last_rows` only the last row of each segment, into row 0, 1, ...
+        """
+        shape = RowWise(width)
+        route = routes.select(table, shape, self.gpu.caps)
+        consts: Consts = {"WIDTH": width, "EPS": eps, "LAST_ROWS": last_rows} | self.tuning(route)
+        grid = self.grid(route, shape, 1 if last_rows else m)
+        return self._dispatch(route, self.parts(route), consts, {"x": x, "w": weight, "y": y}, grid, shape)
+
+    def quantise(self, x: AnyBuffer, y: AnyBuffer, width: int, m: int) -> Dispatch:
+        """x as int8 blocks, for producers that cannot write them themselves."""
+        return self._row_wise(routes.QUANTISE[0], {"x": x, "y": y}, width, m)
+
+    def silu_mul(self, y: AnyBuffer, up: AnyBuffer, width: int, m: int) -> Dispatch:
+        """y = silu(y) * up, in place."""
+        return self._row_wise(routes.SILU_MUL[0], {"y": y, "up": up}, width, m)
+
+    def texture_silu_mul(self, gate: Texture, up: Texture, y: Texture, width: int, m: int) -> Dispatch:
+        return self._row_wise(routes.TEXTURE_SILU_MUL[0], {"y": y, "gate": gate, "up": up}, width, m)
+
+    def _row_wise(self, route: Route[RowWise], bindings: Mapping[str, Bindable], width: int, m: int) -> Dispatch:
+        shape = RowWise(width)
+        parts = self.parts(route) if route.parts else ()
+        consts: Consts = {"WIDTH": width} | self.tuning(route)
+        return self._dispatch(route, parts, consts, bindings, self.grid(route, shape, m), shape)
+
+    # Attention
+
+    def attend(
+        self,
+        shape: Attention,
+        buffers: AttentionBuffers,
+        mode: AttentionMode,
+        table: Table[Attention] = routes.ATTEND,
+        consts: Consts | None = None,
+        parts: tuple[str, ...] = (),
+    ) -> Dispatch:
+        """Attention of shape.m token rows. attend_split may leave shape.splits partial results for attend_merge.
+
+        `consts` and `parts` are what a fused kernel sets besides.
+        """
+        caps = self.gpu.caps
+        route = routes.select(table, shape, caps)
+        chosen = head_consts(shape) | {"WINDOW": shape.window, "SCALE": shape.scale} | self.tuning(route)
+        bindings: dict[str, Bindable] = {
+            "x": buffers.q, "k_cache": buffers.keys, "v_cache": buffers.values, "y": buffers.out
+        }  # fmt: skip
+        int8 = mode.int8_attention and routes.int8_attention(shape.head_dim, caps)
+        owners: dict[str, int] = {}
+        if route.kernel == "attend_tile":
+            owners = {"OWNERS": routes.tile_owners(shape.head_dim, int8)}
+            chosen |= owners | {"KV_TILE": routes.kv_tile(int8), "INT8": mode.int8_out}
+            chosen["ONE_SEGMENT"] = mode.one_segment
+        if route.kernel == "attend_split":
+            subgroups = routes.subgroups_per_head(shape.heads_per_kv, shape.head_dim, mode.bucket, caps)
+            chosen |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": subgroups, "INT8": mode.int8_out}
+            chosen |= routes.position_lanes(shape.head_dim, caps)
+            size = shape.m * shape.heads * shape.splits * 8
+            bindings["stats"] = buffers.stats or self.gpu.zeros(size, "stats")
+        files = self.parts(route, kv_type=mode.kv_type, int8_scores=int8)
+        grid = self.grid(route, shape, shape.m, owners)
+        return self._dispatch(route, (*files, *parts), chosen | (consts or {}), bindings, grid, shape)
+
+    def attend_merge(
+        self, shape: Attention, partial_sums: AnyBuffer, stats: AnyBuffer, y: AnyBuffer, int8_out: bool
+    ) -> Dispatch:
+        """The partial results of shape.splits splits, merged."""
+        consts: Consts = {"HEAD_DIM": shape.head_dim, "SPLITS": shape.splits, "INT8": int8_out}
+        blocks = shape.heads * shape.head_dim // 32
+        part = "int8_block_subgroup" if self.gpu.caps.subgroup >= 4 else "int8_block_tree"
+        grid: Grid | GridFunction = (blocks, 1, 1)
+        if shape.m > 1:
+            grid = partial(_blocks_by_row, blocks)
+        bindings = {"x": partial_sums, "stats": stats, "y": y}
+        return self.gpu.dispatch("attend_merge", (part,), consts, bindings, grid, shape=shape)
+
+    def attend_textures(
+        self, shape: Attention, q: Texture, cache: Texture, scores: Texture, y: Texture, consts: Consts | None = None
+    ) -> list[Dispatch]:
+        """Attention over a cache texture; one token takes two dispatches, with its scores in a texture between them."""
+        own = head_consts(shape) | {"WINDOW": shape.window} | (consts or {})
+
+        def over(table: Table[Attention], x: Texture, out: Texture, more: Consts) -> Dispatch:
+            route = routes.select(table, shape, self.gpu.caps)
+            grid = partial(route.grid, shape, self.constants(route), self.gpu.caps)
+            bindings = {"x": x, "cache": cache, "y": out}
+            return self._dispatch(route, self.parts(route), own | more | self.tuning(route), bindings, grid, shape)
+
+        scale: Consts = {"SCALE": shape.scale}
+        if shape.m > 1:
+            return [over(routes.TEXTURE_ATTEND, q, y, scale)]
+        return [over(routes.TEXTURE_ATTEND, q, scores, scale), over(routes.TEXTURE_VALUES, scores, y, {})]
+
+    # Embedding and sampling
+
+    def embed(self, matrix: Matrix, y: Bindable, m: int, table: Table[Linear] = routes.EMBED) -> list[Dispatch]:
+        """The rows of the embedding table for the tokens of the step."""
+        dispatches = []
+        for shard in matrix.shards:
+            shape = shard.shape(m)
+            route = routes.select(table, shape, self.gpu.caps)
+            consts = shard.consts | self.tuning(route) | {"N": shard.n, "ROW0": shard.row0}
+            parts = self.parts(route, shard.layout.storage)
+            bindings = shard.bindings | {"y": y}
+            dispatches.append(self._dispatch(route, parts, consts, bindings, self.grid(route, shape, m), shape))
+        return dispatches
+
+    def embeds_next(self, table: Matrix) -> bool:
+        """Whether the sampling kernel can look up the next token's embedding."""
+        shard = table.shards[0]
+        return len(table.shards) == 1 and routes.select(routes.EMBED, shard.shape(1), self.gpu.caps) is routes.EMBED[0]
+
+    def argmax(self, logits: Buffer, candidates: Buffer, vocab: int) -> Dispatch:
+        """The largest of every CANDIDATE_ROWS logits."""
+        grid = (-(-argmax_candidates(vocab) // constants("argmax")["WORKGROUP"]), 1, 1)
+        return self.gpu.dispatch("argmax", (), {"VOCAB": vocab}, {"logits": logits, "candidates": candidates}, grid)
+
+    def sample(
+        self,
+        kernel: str,
+        consts: Consts,
+        bindings: Mapping[str, Bindable],
+        table: Matrix | None,
+        segments: int = 1,
+    ) -> Dispatch:
+        """`greedy` or `sample`: one workgroup chooses the next token of each segment and writes the next step's row.
+
+        The token's embedding goes to x where `table`, the embedding, is in one shard that the kernel can read.
+        """
+        grid = (segments, 1, 1)
+        bound = {"step": self.step} | dict(bindings)
+        if table is None or not self.embeds_next(table):
+            return self.gpu.dispatch(kernel, ("embed_next_none",), consts, bound, grid)
+        shard = table.shards[0]
+        parts = (*self.parts(routes.EMBED[0], shard.layout.storage), "embed_next")
+        return self.gpu.dispatch(kernel, parts, consts | shard.consts, bound | shard.bindings, grid)
+
+    def log_prob(self, logits: Buffer, targets: Buffer, out: Buffer, vocab: int) -> Dispatch:
+        """The log probability of each row's target."""
+        bindings = {"logits": logits, "targets": targets, "out": out}
+        return self.gpu.dispatch("log_prob", (), {"VOCAB": vocab}, bindings, _one_by_row)
 
 
-def subgroups_fit(gpu: Gpu, route: Route) -> bool:
-    size, own = gpu.caps.subgroup, settings(gpu, route)
-    return size >= own.get("TOKENS", 1) * own.get("PAIRS", 1) and own.get("LANES", own["WORKGROUP"]) % size == 0
+def argmax_candidates(vocab: int) -> int:
+    """How many candidates `argmax` leaves."""
+    return -(-vocab // constants("argmax")["CANDIDATE_ROWS"])
 
 
-def settings(gpu: Gpu, route: Route) -> dict[str, int]:
-    """The kernel's own tile sizes with the route's tuning on top."""
-    lanes = {"WORKGROUP": routes.vector(gpu.caps)} if route.vector else {}
-    return constants(route.kernel) | route.consts | lanes
+def _one_by_row(rows: int, position: int) -> Grid:
+    return rows, 1, 1
 
 
-def tuning(gpu: Gpu, route: Route) -> dict[str, Const]:
-    """Constants that come from the route: sizes of the workgroup and how it reduces."""
-    chosen: dict[str, Const] = dict(route.consts)
-    if "reduce" in route.parts:
-        own = settings(gpu, route)
-        chosen |= {"WORKGROUP": own["WORKGROUP"], "LANES": own.get("LANES", own["WORKGROUP"])}
-        if subgroups_fit(gpu, route):
-            chosen["SUBGROUP"] = gpu.caps.subgroup
-    if route.vector:
-        chosen["WORKGROUP"] = settings(gpu, route)["WORKGROUP"]
-    return chosen
+def _blocks_by_row(blocks: int, rows: int, position: int) -> Grid:
+    return rows * blocks, 1, 1
 
 
-def at(gpu: Gpu, route: Route, shape: Any, m: int) -> Any:
-    """The dispatch's grid: fixed for a plan of one token, else computed from the tokens of the step."""
-    grid = partial(route.grid, shape, settings(gpu, route), gpu.caps)
-    return grid(1, 0) if m == 1 else grid
-
-
-def linear(
-    gpu: Gpu, x: Any, matrix: Matrix, m: int, out: Out, step: Any, inputs: str = "f32",
-    table: tuple[Route, ...] = routes.LINEAR, made: Made | None = None,
-) -> list[Dispatch]:  # fmt: skip
-    """y = x @ W^T into `out`, part by part. `m` is the most tokens the plan takes.
-
-    With inputs "norm" or "merge" the kernel first makes its inputs from x and what is in `made`; "quads" are f32 in
-    an order of their own (see inputs_quads.wgsl)."""
-    dispatches: list[Dispatch] = []
-    candidates = 0
-    for part in matrix.parts:
-        shape = part.shape(m, inputs, out.part)
-        route = routes.pick(table, shape, gpu.caps)
-        consts = part.consts | tuning(gpu, route) | out.consts | {"N": part.n, "ROW0": part.row0}
-        if out.part == "out_logits":
-            consts["BEST0"] = candidates
-            candidates += workgroups(gpu, route, shape)
-        # bias and norm are bound where they are not read, too
-        buffers = part.buffers | out.buffers | {"x": x, "bias": matrix.bias or step, "step": step, "norm": x}
-        if made:
-            consts |= made.consts
-            buffers |= made.buffers
-        parts = (*parts_of(gpu, route, part.form, inputs, out.part), *(made.parts if made else ()))
-        dispatches.append(gpu.dispatch(route.kernel, parts, consts, buffers, at(gpu, route, shape, m)))
-    return dispatches
-
-
-def workgroups(gpu: Gpu, route: Route, shape: Any) -> int:
-    return prod(route.grid(shape, settings(gpu, route), gpu.caps, 1, 0))
-
-
-def rows_out(part: str, y: Any, matrix: Matrix) -> Out:
-    return Out(part, {"y": y}, {"WIDTH": matrix.n, "BIAS": matrix.bias is not None})
-
-
-def store(y: Any, matrix: Matrix) -> Out:
-    return rows_out("out_store", y, matrix)
-
-
-def add(y: Any, matrix: Matrix) -> Out:
-    return rows_out("out_add", y, matrix)
-
-
-def sum_to(y: Any, old: Any, matrix: Matrix, up: int = 0) -> Out:
-    """The residual stream from one buffer to another, by layer; into the row of the next layer with `up` = 1."""
-    return Out("out_sum", {"y": y, "old": old}, {"WIDTH": matrix.n, "BIAS": matrix.bias is not None, "UP": up})
-
-
-def swiglu(y: Any, matrix: Matrix, quads: bool = False) -> Out:
-    """With `quads` in the order that inputs_quads reads."""
-    out = rows_out("out_swiglu", y, matrix)
-    return replace(out, consts=out.consts | {"QUADS": quads})
-
-
-def swiglu_i8(y: Any, matrix: Matrix) -> Out:
-    return rows_out("out_swiglu_i8", y, matrix)
-
-
-def qkv(config: LlamaConfig, matrix: Matrix, q: Any, k_cache: Any, v_cache: Any, rope: Any, kv_f32: bool) -> Out:
-    consts: dict[str, Const] = {
-        "HEADS": config.heads,
-        "KV_HEADS": config.kv_heads,
-        "HEAD_DIM": config.head_dim,
-        "ROPE_DIMS": config.rope_dims,
-        "KV_F32": kv_f32,
-        "BIAS": matrix.bias is not None,
-    }
-    return Out("out_qkv", {"y": q, "k_cache": k_cache, "v_cache": v_cache, "rope": rope}, consts)
-
-
-def head(gpu: Gpu, x: Any, matrix: Matrix, logits: Any, best: Any, step: Any, inputs: str) -> list[Dispatch]:
-    """Logits of one row, and the candidates of a greedy choice: by the linear itself where its kernel can."""
-    if joins_argmax(gpu, matrix, inputs):
-        return linear(gpu, x, matrix, 1, Out("out_logits", {"y": logits, "best": best}), step, inputs)
-    return [
-        *linear(gpu, x, matrix, 1, store(logits, matrix), step, inputs),
-        gpu.dispatch("argmax", (), {"VOCAB": matrix.n}, {"logits": logits, "best": best},
-                     (-(-chunks(matrix.n) // constants("argmax")["WORKGROUP"]), 1, 1)),
-    ]
-
-
-def candidates(gpu: Gpu, matrix: Matrix, inputs: str) -> int:
-    """How many candidates `head` leaves in `best`."""
-    if not joins_argmax(gpu, matrix, inputs):
-        return chunks(matrix.n)
-    shapes = [part.shape(1, inputs, "out_logits") for part in matrix.parts]
-    return sum(workgroups(gpu, routes.pick(routes.LINEAR, shape, gpu.caps), shape) for shape in shapes)
-
-
-def rows_each(gpu: Gpu, matrix: Matrix, inputs: str) -> int:
-    """Of how many logits a candidate is the largest."""
-    if not joins_argmax(gpu, matrix, inputs):
-        return constants("argmax")["CHUNK"]
-    route = routes.pick(routes.LINEAR, matrix.parts[0].shape(1, inputs, "out_logits"), gpu.caps)
-    return routes.rows_each(settings(gpu, route))
-
-
-def joins_argmax(gpu: Gpu, matrix: Matrix, inputs: str) -> bool:
-    shapes = [part.shape(1, inputs, "out_logits") for part in matrix.parts]
-    fit = all(routes.fits_any(routes.LINEAR, s, gpu.caps) for s in shapes)
-    return fit and matrix.bias is None and all(routes.pick(routes.LINEAR, s, gpu.caps).collects for s in shapes)
-
-
-def chunks(vocab: int) -> int:
-    return -(-vocab // constants("argmax")["CHUNK"])
-
-
-def rms_norm(
-    gpu: Gpu, x: Any, weight: Any, y: Any, width: int, eps: float, m: int, step: Any, last: bool = False,
-    table: tuple[Route, ...] = routes.NORM,
-) -> Dispatch:  # fmt: skip
-    """y = x / rms(x) * weight, row by row; `last`: only the step's last row, into row 0."""
-    route = routes.pick(table, width, gpu.caps)
-    consts: dict[str, Const] = {"WIDTH": width, "EPS": eps, "LAST": last} | tuning(gpu, route)
-    buffers = {"x": x, "w": weight, "y": y, "step": step}
-    return gpu.dispatch(route.kernel, parts_of(gpu, route), consts, buffers, at(gpu, route, width, 1 if last else m))
-
-
-def attend(
-    gpu: Gpu, config: LlamaConfig, q: Any, k_cache: Any, v_cache: Any, y: Any, m: int, step: Any,
-    kv_f32: bool, table: tuple[Route, ...] | None = None, i8: bool = False, splits: int = 1, stats: Any = None,
-    reach: int = 1, rough: bool = False, more: dict[str, Const] | None = None,
-    parts: tuple[str, ...] = (),
-) -> Dispatch:  # fmt: skip
-    """Attention of m tokens; the split kernel may leave `splits` partial results for attend_merge. With `rough`
-    the kernel for many tokens multiplies in int8 and f16 where it can."""
-    table = table or routes.attention(config.heads // config.kv_heads, gpu.caps)
-    route = routes.pick(table, config.head_dim, m, gpu.caps)
-    consts: dict[str, Const] = {
-        "HEADS": config.heads,
-        "KV_HEADS": config.kv_heads,
-        "HEAD_DIM": config.head_dim,
-        "WINDOW": config.sliding_window,
-        "SCALE": config.attn_scale,
-    }
-    buffers = {"x": q, "k_cache": k_cache, "v_cache": v_cache, "y": y, "step": step}
-    shape: Any = config.heads
-    rough = rough and routes.rough_tile(config.head_dim, gpu.caps)
-    if route.kernel == "attend_tile":
-        share = routes.tile_share(config.head_dim, rough)
-        consts |= {"SHARE": share, "PLACES": routes.tile_places(rough), "I8": i8}
-        shape = config.heads, config.kv_heads, share
-    if route.kernel == "attend_split":
-        size = gpu.caps.subgroup
-        strands = routes.strands(config.heads // config.kv_heads, config.head_dim, reach, gpu.caps)
-        consts |= {"SUBGROUP": size, "STRANDS": strands, "I8": i8} | routes.teams(config.head_dim, gpu.caps)
-        buffers["stats"] = stats or gpu.zeros(m * config.heads * splits * 8, "stats")
-        shape = config.kv_heads, splits
-    parts = (*parts_of(gpu, route, kv="f32" if kv_f32 else "f16", score="i8" if rough else "f32"), *parts)
-    grid = at(gpu, route, shape, m)
-    return gpu.dispatch(route.kernel, parts, consts | tuning(gpu, route) | (more or {}), buffers, grid)
-
-
-def attend_image(
-    gpu: Gpu, heads: Heads, q: Any, cache: Any, scored: Any, y: Any, m: int, step: Any, window: int, scale: float,
-    more: dict[str, Const] | None = None,
-) -> list[Dispatch]:  # fmt: skip
-    """Attention over a cache image; for one token in two steps, with the scores in the image `scored` between them."""
-    shape = {"HEADS": heads.count, "KV_HEADS": heads.kv, "HEAD_DIM": heads.dim, "WINDOW": window} | (more or {})
-
-    def over(table: tuple[Route, ...], x: Any, to: Any, consts: dict[str, Const]) -> Dispatch:
-        route = routes.pick(table, heads, m, gpu.caps)
-        buffers = {"x": x, "cache": cache, "y": to, "step": step}
-        grid = partial(route.grid, heads, settings(gpu, route), gpu.caps)
-        return gpu.dispatch(route.kernel, parts_of(gpu, route), shape | consts | tuning(gpu, route), buffers, grid)
-
-    if m > 1:
-        return [over(routes.ATTEND_IMAGE, q, y, {"SCALE": scale})]
-    return [over(routes.ATTEND_IMAGE, q, scored, {"SCALE": scale}), over(routes.VALUES_IMAGE, scored, y, {})]
-
-
-def attend_merge(
-    gpu: Gpu, config: LlamaConfig, x: Any, stats: Any, y: Any, splits: int, i8: bool, m: int = 1
-) -> Dispatch:
-    """The partial results of `splits` splits to the heads."""
-    consts: dict[str, Const] = {"HEAD_DIM": config.head_dim, "SPLITS": splits, "I8": i8}
-    blocks = config.heads * config.head_dim // 32
-    record = "record_subgroup" if gpu.caps.subgroup >= 4 else "record_tree"
-    grid = (blocks, 1, 1) if m == 1 else lambda m, pos: (m * blocks, 1, 1)
-    return gpu.dispatch("attend_merge", (record,), consts, {"x": x, "stats": stats, "y": y}, grid)
-
-
-def to_i8(gpu: Gpu, x: Any, y: Any, width: int, m: int, step: Any) -> Dispatch:
-    """x as int8 records, for producers that cannot make them themselves."""
-    route = routes.TO_I8[0]
-    buffers = {"x": x, "y": y, "step": step}
-    return gpu.dispatch(route.kernel, parts_of(gpu, route), {"WIDTH": width}, buffers, at(gpu, route, width, m))
-
-
-def silu_mul(gpu: Gpu, y: Any, up: Any, width: int, m: int, step: Any) -> Dispatch:
-    """y = silu(y) * up, in place."""
-    route = routes.SILU_MUL[0]
-    buffers = {"y": y, "up": up, "step": step}
-    return gpu.dispatch(route.kernel, (), {"WIDTH": width}, buffers, at(gpu, route, width, m))
-
-
-def silu_mul_image(gpu: Gpu, gate: Any, up: Any, y: Any, width: int, m: int) -> Dispatch:
-    route = routes.SILU_MUL_IMAGE[0]
-    consts: dict[str, Const] = {"WIDTH": width} | tuning(gpu, route)
-    return gpu.dispatch(route.kernel, (), consts, {"y": y, "gate": gate, "up": up}, at(gpu, route, width, m))
-
-
-def embed(
-    gpu: Gpu, tokens: Any, matrix: Matrix, y: Any, m: int, table: tuple[Route, ...] = routes.EMBED
-) -> list[Dispatch]:
-    dispatches = []
-    for part in matrix.parts:
-        shape = part.shape(m)
-        route = routes.pick(table, shape, gpu.caps)
-        consts = part.consts | tuning(gpu, route) | {"N": part.n, "ROW0": part.row0}
-        buffers = part.buffers | {"tokens": tokens, "y": y}
-        parts = parts_of(gpu, route, form=part.form)
-        dispatches.append(gpu.dispatch(route.kernel, parts, consts, buffers, at(gpu, route, shape, m)))
-    return dispatches
-
-
-def pick(
-    gpu: Gpu, best: Any, count: int, tokens: Any, ring: Any, ring_size: int, step: Any, table: Matrix, x: Any,
-    logits: Any = None, sampling: Any = None, run: int = 0,
-) -> Dispatch:  # fmt: skip
-    """The best candidate, or with `sampling` one drawn from the logits, of which a candidate is the largest of `run`,
-    becomes the next token; its embedding goes to x where the table is in one part."""
-    kernel = "pick"
-    consts: dict[str, Const] = {"CANDIDATES": count, "RING": ring_size}
-    buffers = {"best": best, "tokens": tokens, "ring": ring, "step": step, "x": x}
-    if sampling is not None:
-        kernel, consts["VOCAB"], consts["RUN"] = "sample", table.n, run or constants("argmax")["CHUNK"]
-        buffers |= {"logits": logits, "sampling": sampling}
-    if not embeds_next(gpu, table):
-        return gpu.dispatch(kernel, ("next_none",), consts, buffers, (1, 1, 1))
-    part = table.parts[0]
-    parts = (*parts_of(gpu, routes.EMBED[0], part.form), "next_embed")
-    return gpu.dispatch(kernel, parts, consts | part.consts, buffers | part.buffers, (1, 1, 1))
-
-
-def embeds_next(gpu: Gpu, table: Matrix) -> bool:
-    part = table.parts[0]
-    return len(table.parts) == 1 and routes.pick(routes.EMBED, part.shape(1), gpu.caps) is routes.EMBED[0]
-
-
-def log_prob(gpu: Gpu, logits: Any, targets: Any, out: Any, vocab: int) -> Dispatch:
-    buffers = {"logits": logits, "targets": targets, "out": out}
-    return gpu.dispatch("log_prob", (), {"VOCAB": vocab}, buffers, lambda m, pos: (m, 1, 1))
+def tagged(dispatches: list[Dispatch], op: str, layer: int | None) -> list[Dispatch]:
+    """The dispatches, marked with their purpose and layer."""
+    return [replace(dispatch, op=op, layer=layer) for dispatch in dispatches]

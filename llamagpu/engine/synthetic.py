@@ -1,26 +1,22 @@
 """Models without a file: the shapes of real ones, with random weights made on the device. For benchmarks."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from llamagpu.engine.shelves import Shelves
-from llamagpu.engine.tiled import upload_tiles
-from llamagpu.engine.weights import Layer, Matrix, Part, Weights, joinable
+from llamagpu.engine.weights import MatrixShard, Weights, in_order, norms_in_order, upload_norm
 from llamagpu.errors import LlamaGpuError
-from llamagpu.files.config import LlamaConfig
-from llamagpu.files.gguf_file import BLOCKS
-from llamagpu.files.repack import FORMATS, Packed, row_bytes
-from llamagpu.files.tiles import ROWS, tile
-from llamagpu.gpu import routes
+from llamagpu.files.config import ModelConfig, tensor_shapes
+from llamagpu.files.gguf_file import BLOCKS, RawTensor
+from llamagpu.files.matrices import MatrixSource, matrix_sources
+from llamagpu.files.storage import Layout, PackedMatrix, Storage
+from llamagpu.files.texture_layout import to_texture
+from llamagpu.gpu.buffers import AnyBuffer, as_buffer, is_texture
 from llamagpu.gpu.device import Gpu
-from llamagpu.gpu.recorder import Plan, Recorder
-from llamagpu.gpu.routes import Linear
-
-Room = Callable[[int, str], Any]  # (bytes, label) to a buffer
+from llamagpu.gpu.recorder import Plan, Recorder, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +44,28 @@ SHAPES = {
     "qwen2.5-0.5b": Shape(24, 896, 4864, 14, 2, 64, 151936, True, 32768, "qwen2"),
     "tiny": Shape(2, 128, 256, 4, 2, 64, 512, True, 1024),  # for tests
 }
-# How llama-quantize mixes types: (most matrices, attn_v and ffn_down of half of the layers, output and tied embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantMix:
+    """How llama-quantize mixes types."""
+
+    most: str
+    half_of_layers: str  # attn_v and ffn_down of half of the layers
+    output: str  # the output matrix, or the tied embedding
+
+
 MIXES = {
-    "q4_0": ("Q4_0", "Q4_0", "Q6_K"),
-    "q4_1": ("Q4_1", "Q4_1", "Q6_K"),
-    "q4_k_m": ("Q4_K", "Q6_K", "Q6_K"),
-    "q8_0": ("Q8_0", "Q8_0", "Q8_0"),
-    "f16": ("F16", "F16", "F16"),
+    "q4_0": QuantMix("Q4_0", "Q4_0", "Q6_K"),
+    "q4_1": QuantMix("Q4_1", "Q4_1", "Q6_K"),
+    "q4_k_m": QuantMix("Q4_K", "Q6_K", "Q6_K"),
+    "q8_0": QuantMix("Q8_0", "Q8_0", "Q8_0"),
+    "f16": QuantMix("F16", "F16", "F16"),
 }
-INSTEAD = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are no whole blocks, as llama-quantize does it
+FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are no whole blocks, as llama-quantize does it
 SMALL_SCALE = 0.004  # keeps activations of random weights finite
-SMALL_STEPS = 0x0D0D0D0D  # about the same: a step of 0.00031 as f16, 13 of them as int8
+SMALL_F16_WEIGHTS = 0x1C001C00  # two f16 of 0.0039
+SMALL_SUPER_BLOCK = 0x0D0D0D0D  # about the same scale: f16 of 0.00031 times sub-scales of 13
 
 
 def parse(spec: str) -> tuple[str, str]:
@@ -72,143 +79,130 @@ def parse(spec: str) -> tuple[str, str]:
     return name, quant
 
 
-def synthetic_config(name: str) -> LlamaConfig:
+def synthetic_config(name: str) -> ModelConfig:
     s = SHAPES[name]
-    return LlamaConfig(
-        arch=s.arch, name=name, layers=s.layers, dim=s.dim, heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
-        ffn_dim=s.ffn, vocab=s.vocab, context=s.context, rope_theta=500000.0, rope_dims=s.head_dim, rope_scaling="none",
-        rope_factor=1.0, rope_orig_context=s.context, yarn_ext_factor=1.0, yarn_attn_factor=1.0, yarn_beta_fast=32.0,
-        yarn_beta_slow=1.0, neox=False, norm_eps=1e-5, sliding_window=0, tied=s.tied,
-    )  # fmt: skip
+    return ModelConfig(
+        arch=s.arch,
+        name=name,
+        layers=s.layers,
+        dim=s.dim,
+        heads=s.heads,
+        kv_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        ffn_dim=s.ffn,
+        vocab=s.vocab,
+        context=s.context,
+        rope_theta=500000.0,
+        rope_dims=s.head_dim,
+        rope_scaling="none",
+        rope_factor=1.0,
+        rope_orig_context=s.context,
+        yarn_ext_factor=1.0,
+        yarn_attn_factor=1.0,
+        yarn_beta_fast=32.0,
+        yarn_beta_slow=1.0,
+        neox=False,
+        norm_eps=1e-5,
+        sliding_window=0,
+        tied=s.tied,
+    )
 
 
-def synthetic_weights(gpu: Gpu, config: LlamaConfig, quant: str, tiled: bool = False) -> Weights:
-    """`tiled`: for a TiledTransformer."""
-    c, (most, some, output) = config, MIXES[quant]
-    recorder = Recorder(gpu)
-
-    def special(layer: int) -> str:
-        few = layer < c.layers // 8 or layer >= 7 * c.layers // 8 or (layer - c.layers // 8) % 3 == 2
-        return some if few else most
-
-    shelves = Shelves(gpu)
-    if not tiled and joinable(c, gpu):
-        widest = 2 * c.ffn_dim * c.dim * max(row_bits(fitting(kind, c.dim), gpu) for kind in MIXES[quant]) // 8
-        kinds = [dict.fromkeys(("qkv", "ffn_down"), special(i)) for i in range(c.layers)]
-        shelves = Shelves(gpu, kinds, max(1, gpu.caps.binding_bytes // widest))
-
-    def matrix(kinds: list[tuple[str, int]], k: int, label: str, layer: int | None = None) -> Matrix:
-        """Rows in these types, one after the other; neighbours of one type are one part."""
-        joined: list[tuple[str, int]] = []
-        for wanted, n in kinds:
-            kind = fitting(wanted, k)
-            if joined and joined[-1][0] == kind:
-                joined[-1] = (kind, joined[-1][1] + n)
-            else:
-                joined.append((kind, n))
-        parts: list[Part] = []
-        for kind, n in joined:
-            row0 = sum(p.n for p in parts)
-            if tiled:
-                parts += random_tiles(gpu, kind, n, k, row0, label)
-            else:
-                room = partial(shelves.room, layer=layer)
-                parts += random_parts(gpu, recorder, kind, n, k, row0, label, room)
-        return Matrix(sum(p.n for p in parts), k, tuple(parts))
-
-    def norm(label: str, layer: int | None = None) -> Any:
-        ones = np.ones((1, c.dim // 4, 4), np.float32)
-        return gpu.upload_image(ones, label) if tiled else shelves.upload(ones, label, layer)
-
-    def layer(i: int) -> Layer:
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        return Layer(
-            attn_norm=norm("attn_norm", i),
-            qkv=matrix([(most, q), (most, kv), (special(i), kv)], c.dim, "qkv", i),
-            attn_output=matrix([(most, c.dim)], q, "attn_output", i),
-            ffn_norm=norm("ffn_norm", i),
-            gate_up=(matrix([(most, 2 * c.ffn_dim)], c.dim, "gate_up", i),),
-            ffn_down=matrix([(special(i), c.dim)], c.ffn_dim, "ffn_down", i),
-        )
-
-    token_embd = matrix([(output if c.tied else most, c.vocab)], c.dim, "token_embd")
-    layers = tuple(layer(i) for i in range(c.layers))
-    head = token_embd if c.tied else matrix([(output, c.vocab)], c.dim, "output")
-    return Weights(token_embd, layers, norm("output_norm"), head)
-
-
-def tileable(config: LlamaConfig, quant: str, gpu: Gpu) -> bool:
-    """Whether a file of these shapes would run on images here."""
-    c, widest = config, max(config.dim, config.ffn_dim, config.heads * config.head_dim)
-    known = [FORMATS.get(fitting(kind, c.dim)) for kind in MIXES[quant]]
-    shapes = [Linear(1, c.dim, widest, f.group if f else widest, f.form if f else "f16") for f in known]
-    return routes.tileable(c.dim, c.ffn_dim, c.head_dim, c.rope_dims, shapes, gpu.caps)
-
-
-def random_tiles(gpu: Gpu, kind: str, n: int, k: int, row0: int, label: str) -> list[Part]:
-    """Rows of one type as `load_tiles` would store them; random on the host, for no kernel fills images."""
-    known, rng = FORMATS.get(kind), np.random.default_rng(n * k)
-    most = ROWS * gpu.caps.image_side
-    packed = []
-    for start in range(0, n, most):
-        rows = min(most, n - start)
-        if known is None:
-            packed.append(Packed("f16", rows, k, k, np.full((rows, k + k % 2), 0.0039, np.float16), None))
-            continue
-        words = rng.integers(0, 256, (rows, k // 2 if known.form == "q4" else k), np.uint8)
-        scales = np.full((rows, k // known.group, known.width), SMALL_SCALE, np.float16)
-        words = words if known.form == "q4" else words.view(np.int8)
-        packed.append(Packed(known.form, rows, k, known.group, words, scales))
-    parts = upload_tiles(gpu, map(tile, packed), label).parts
-    return [replace(part, row0=row0 + part.row0) for part in parts]
-
-
-def fitting(kind: str, k: int) -> str:
+def fitting_type(ggml_type: str, k: int) -> str:
     """The type that rows of k weights have in a file of this type."""
-    return kind if k % BLOCKS[kind][0] == 0 else INSTEAD[kind]
+    return ggml_type if k % BLOCKS[ggml_type][0] == 0 else FALLBACK[ggml_type]
 
 
-def form_of(kind: str, gpu: Gpu) -> str:
-    known = FORMATS.get(kind)
-    if known is None:
-        return "f16"
-    return "q6" if known.form == "q8" and known.group == 16 and not gpu.caps.cpu else known.form
+def tensor_types(config: ModelConfig, quant: str) -> dict[str, str]:
+    """The type of every tensor, as llama-quantize chooses them."""
+    c, mix, last = config, MIXES[quant], "token_embd.weight" if config.tied else "output.weight"
+
+    def ggml_type(name: str) -> str:
+        if "norm" in name:
+            return "F32"
+        if name == last:
+            return mix.output
+        special = name.split(".")[2] in ("attn_v", "ffn_down") if name.startswith("blk.") else False
+        layer = int(name.split(".")[1]) if special else 0
+        first, final = c.layers // 8, 7 * c.layers // 8
+        if special and (layer < first or layer >= final or (layer - first) % 3 == 2):
+            return mix.half_of_layers
+        return mix.most
+
+    shapes = tensor_shapes(config)
+    return {
+        name: "F32" if len(shape) == 1 else fitting_type(ggml_type(name), shape[1]) for name, shape in shapes.items()
+    }
 
 
-def row_bits(kind: str, gpu: Gpu) -> int:
-    """Of a weight, without its scales."""
-    return {"q4": 4, "q6": 6, "q8": 8, "f16": 16}[form_of(kind, gpu)]
+class SyntheticFile:
+    """Has the interface of a model file: types and shapes, but no data."""
+
+    def __init__(self, spec: str, config: ModelConfig | None = None) -> None:
+        """`config` replaces that of the name, for tests."""
+        self.name, self.quant = parse(spec)
+        self.config = config or synthetic_config(self.name)
+        types, none = tensor_types(self.config, self.quant), np.zeros(0, np.uint8)
+        self.tensors = {
+            name: RawTensor(name, types[name], shape, none) for name, shape in tensor_shapes(self.config).items()
+        }
+        self.metadata: dict[str, Any] = {}
+
+    def matrices(self) -> list[MatrixSource]:
+        return matrix_sources(self.tensors, self.config)
+
+    def contents(self) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+        """No tensor has data."""
+        return iter(())
+
+    def close(self) -> None: ...
+
+    def fill(self, weights: Weights, gpu: Gpu) -> None:
+        """Random words, and scales that keep activations finite."""
+        recorder = Recorder(gpu)
+        for matrix in in_order(weights):
+            for shard in matrix.shards:
+                fill_shard(gpu, recorder, shard)
+        for norm in norms_in_order(weights):
+            upload_norm(gpu, norm, np.ones(self.config.dim, np.float32))
 
 
-def random_parts(
-    gpu: Gpu, recorder: Recorder, kind: str, n: int, k: int, row0: int, label: str, room: Room
-) -> list[Part]:
-    """Rows of one type as `load_weights` would store them."""
-    known = FORMATS.get(kind)
-    form, group, width = form_of(kind, gpu), known.group if known else k, known.width if known else 0
-    word_bytes = k * row_bits(kind, gpu) // 8
-    most = gpu.caps.binding_bytes // word_bytes // 2 * 2
-    parts = []
-    for start in range(0, n, most):
-        rows = min(most, n - start)
-        value = 0x1C001C00 if form == "f16" else 0  # f16: 0.0039 each
-        words = filled(gpu, recorder, rows * word_bytes, value, label, room)
-        scales, bits = None, 0
-        if known:
-            bits = 32 if not gpu.caps.half else 8 if known.steps else 16
-            half = int(np.float16(SMALL_SCALE).view(np.uint16))
-            value = {32: int(np.float32(SMALL_SCALE).view(np.uint32)), 16: half | half << 16, 8: SMALL_STEPS}[bits]
-            size = rows * (row_bytes(kind, k)[1] if bits < 32 else k // group * width * 4)
-            scales = filled(gpu, recorder, size, value, f"{label}.scales", room)
-        parts.append(Part(row0 + start, rows, k, group, form, width == 2, bits, words, scales))
-    return parts
+def fill_shard(gpu: Gpu, recorder: Recorder, shard: MatrixShard) -> None:
+    layout = shard.layout
+    if is_texture(shard.words):
+        gpu.write_texture(shard.words, random_texture(shard))
+        return
+    value = SMALL_F16_WEIGHTS if layout.storage is Storage.F16 else 0
+    fill_buffer(gpu, recorder, as_buffer(shard.words), value)
+    if shard.scales is not None:
+        half = int(np.float16(SMALL_SCALE).view(np.uint16))
+        single = int(np.float32(SMALL_SCALE).view(np.uint32))
+        value = {32: single, 16: half | half << 16, 8: SMALL_SUPER_BLOCK}[layout.scale_bits]
+        fill_buffer(gpu, recorder, shard.scales, value)
 
 
-def filled(
-    gpu: Gpu, recorder: Recorder, nbytes: int, value: int, label: str, room: Room | None = None
-) -> Any:
-    buffer = (room or gpu.zeros)(nbytes, label)
-    consts = {"WORDS": buffer.size // 4, "VALUE": value, "SEED": len(label) + buffer.size % 1000003}
-    groups = min(1024, -(-buffer.size // 1024))
-    recorder.submit([(Plan([gpu.dispatch("fill_random", (), consts, {"y": buffer}, (groups, 1, 1))]), 1, 0)])
-    return buffer
+def fill_buffer(gpu: Gpu, recorder: Recorder, buffer: AnyBuffer, value: int) -> None:
+    """Fill with one word, or with random words where it is 0."""
+    consts = {"WORDS": buffer.size // 4, "VALUE": value, "SEED": len(buffer.label) + buffer.size % 1000003}
+    grid = (min(1024, -(-buffer.size // 1024)), 1, 1)
+    recorder.submit([Step(Plan([gpu.dispatch("fill_random", (), consts, {"y": buffer}, grid)]))])
+
+
+def random_texture(shard: MatrixShard) -> NDArray[np.uint32]:
+    """Random on the host: no kernel fills textures."""
+    k, group, rng = shard.k, shard.layout.group, np.random.default_rng(shard.n * shard.k)
+    source = _buffer_layout(shard)
+    if source.storage is Storage.F16:
+        return to_texture(PackedMatrix(source, np.full((shard.n, k + k % 2), 0.0039, np.float16)))
+    words = rng.integers(0, 256, (shard.n, source.row_bytes), np.uint8)
+    scales = np.full((shard.n, k // group, 1), SMALL_SCALE, np.float16)
+    return to_texture(PackedMatrix(source, words if source.storage is Storage.Q4 else words.view(np.int8), scales))
+
+
+def _buffer_layout(shard: MatrixShard) -> Layout:
+    storage = {
+        Storage.TEXTURE_Q4: Storage.Q4,
+        Storage.TEXTURE_Q8: Storage.Q8,
+        Storage.TEXTURE_F32: Storage.F16,
+    }[shard.layout.storage]
+    return Layout(storage, shard.k, shard.layout.group, scale_bits=0 if storage is Storage.F16 else 16)

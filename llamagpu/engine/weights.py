@@ -1,264 +1,343 @@
-"""The model's weights on the device: each tensor repacked, joined with its neighbours, uploaded, and dropped.
+"""The model's weights on the device: described, allocated, then loaded tensor by tensor.
 
-Repacking runs in threads a few tensors ahead of the upload, so the host never holds more than those few.
+The description (MatrixSource) gives the layout of every matrix before any data is read, so that the memory plan and the
+allocation cannot differ. Repacking runs in threads a few tensors ahead of the upload, so that the host never holds more
+than those few.
 """
 
 import os
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from llamagpu.engine.shelves import Shelves
-from llamagpu.files.config import LlamaConfig, tensor_shapes
-from llamagpu.files.gguf_file import RawTensor
-from llamagpu.files.packed_file import PackedTensors
-from llamagpu.files.repack import (
-    Packed,
-    concat,
-    interleave,
-    plain_scales,
-    repack,
-    rope_rows,
-    row_bytes,
+from llamagpu.engine.options import Backend, Precision
+from llamagpu.engine.routes import Epilogue, Inputs, Linear, Prologue
+from llamagpu.engine.slabs import Slabs
+from llamagpu.errors import BadFile
+from llamagpu.files.config import ModelConfig
+from llamagpu.files.gguf_file import REMEDY_REFETCH
+from llamagpu.files.matrices import LoadedMatrix, MatrixSource, Tensors, layer_of, norm_names
+from llamagpu.files.repack import to_f32
+from llamagpu.files.storage import (
+    TEXTURE_ROWS,
+    Layout,
+    PackedMatrix,
+    Storage,
+    expand_scales,
+    fits_q6,
+    from_q6,
+    q6_layout,
     slice_rows,
-    small,
-    take_rows,
+    split_planes,
+    to_q6,
 )
-from llamagpu.gpu import routes
-from llamagpu.gpu.device import Gpu, nbytes
-from llamagpu.gpu.routes import Linear
+from llamagpu.files.texture_layout import texture_layout, to_texture
+from llamagpu.gpu.buffers import AnyBuffer, Bindable, as_buffer, is_texture, nbytes
+from llamagpu.gpu.caps import Caps
+from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.shaders import Const
 
-Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
-Upload = Callable[[np.ndarray[Any, Any], str], Any]  # (data, label) to a buffer
-Tensors = dict[str, RawTensor]
+Progress = Callable[[int, int], None]  # (matrices done, matrices in all)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Consecutive rows of a matrix in one storage format and one pair of buffers."""
+class MatrixShard:
+    """Consecutive rows of a matrix in one layout: one buffer of words and one of scales, or one texture."""
 
     row0: int
     n: int
-    k: int
-    group: int
-    form: str  # "q4" | "q6" | "q8" | "f16"
-    pair: bool  # each scale is followed by an offset
-    scale_bits: int  # f32, f16, or 8: multiples of a step (see repack.Packed); 0 without scales
-    words: Any
-    scales: Any  # None for f16
+    layout: Layout
+    words: Bindable
+    scales: AnyBuffer | None = None
 
-    def shape(self, m: int, inputs: str = "f32", out: str = "out_store") -> Linear:
-        return Linear(m, self.n, self.k, self.group, self.form, inputs, out)
+    @property
+    def k(self) -> int:
+        return self.layout.k
+
+    def shape(
+        self,
+        m: int,
+        inputs: Inputs = Inputs.F32,
+        prologue: Prologue = Prologue.NONE,
+        epilogue: Epilogue = Epilogue.STORE,
+    ) -> Linear:
+        layout = self.layout
+        return Linear(m, self.n, layout.k, layout.group, layout.storage, inputs, prologue, epilogue)
 
     @property
     def consts(self) -> dict[str, Const]:
-        """What the weight parts of a kernel need to know."""
-        if self.form == "f16":
-            return {"K": self.k}
-        return {"K": self.k, "GROUP": self.group, "PAIR": self.pair, "SCALE_BITS": self.scale_bits}
+        """The constants of the kernel part that reads the weights."""
+        layout = self.layout
+        if layout.storage in (Storage.TEXTURE_Q4, Storage.TEXTURE_Q8):
+            return {"GROUP": layout.group}
+        if layout.storage is Storage.TEXTURE_F32:
+            return {}
+        if layout.storage is Storage.F16:
+            return {"K": layout.k}
+        scales: dict[str, Const] = {"HAS_OFFSET": layout.has_offset, "SCALE_BITS": layout.scale_bits}
+        return {"K": layout.k, "GROUP": layout.group} | scales
 
     @property
-    def buffers(self) -> dict[str, Any]:
-        return {"w": self.words} | ({} if self.scales is None else {"scales": self.scales})
+    def bindings(self) -> dict[str, Bindable]:
+        return {"w": self.words} if self.scales is None else {"w": self.words, "scales": self.scales}
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """W [n, k]: one part, or several where the storage format changes or a binding's limit cuts it."""
+    """W [n, k]: one shard, or several where the layout changes or a binding's limit cuts it."""
 
     n: int
     k: int
-    parts: tuple[Part, ...]
-    bias: Any = None  # [n] f32
+    shards: tuple[MatrixShard, ...]
+    bias: AnyBuffer | None = None  # [n] f32
 
     @property
     def nbytes(self) -> int:
-        return sum(nbytes(buffer) for p in self.parts for buffer in p.buffers.values())
+        return sum(nbytes(binding) for shard in self.shards for binding in shard.bindings.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    attn_norm: Any  # [dim] f32
+    attn_norm: Bindable  # [dim] f32
     qkv: Matrix  # rows q | k | v, RoPE pairs adjacent
     attn_output: Matrix
-    ffn_norm: Any  # [dim] f32
-    gate_up: tuple[Matrix, ...]  # one, rows interleaved; or (gate, up) when their formats differ
+    ffn_norm: Bindable  # [dim] f32
+    gate_up: tuple[Matrix, ...]  # one, rows interleaved; or (gate, up) where their types differ
     ffn_down: Matrix
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.qkv, self.attn_output, *self.gate_up, self.ffn_down
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     token_embd: Matrix
     layers: tuple[Layer, ...]
-    output_norm: Any
+    output_norm: Bindable
     output: Matrix  # the same object as token_embd when tied
 
     @property
     def token_bytes(self) -> int:
         """Bytes of weights that one decoded token reads."""
-        per_layer = sum(
-            sum(m.nbytes for m in (x.qkv, x.attn_output, *x.gate_up, x.ffn_down)) for x in self.layers
-        )
-        return per_layer + self.output.nbytes
+        return sum(matrix.nbytes for layer in self.layers for matrix in layer.matrices) + self.output.nbytes
 
 
-def upload_matrix(
-    gpu: Gpu, packed: Iterable[Packed], label: str, bias: np.ndarray[Any, Any] | None = None, fast: bool = False,
-    upload: Upload | None = None,
-) -> Matrix:  # fmt: skip
-    upload = upload or gpu.upload
-    parts: list[Part] = []
-    row0 = 0
-    for whole in packed:
-        fitting = gpu.caps.binding_bytes // whole.words[:1].nbytes  # scales take no more
-        # whole blocks of 32 gate/up pairs (int8 records), or at least pairs
-        most = max(2, fitting // 64 * 64 or fitting // 2 * 2)
-        for start in range(0, whole.n, most):
-            piece = slice_rows(whole, start, min(start + most, whole.n))
-            parts.append(upload_part(gpu, piece, row0, label, fast, upload))
-            row0 += piece.n
-    bias_buffer = None if bias is None else upload(bias.astype(np.float32), f"{label}.bias")
-    return Matrix(row0, parts[0].k, tuple(parts), bias_buffer)
+# The layout on the device
 
 
-def upload_part(
-    gpu: Gpu, packed: Packed, row0: int, label: str, fast: bool = False, upload: Upload | None = None
-) -> Part:
-    upload, scales = upload or gpu.upload, packed.scales
-    if scales is not None and not gpu.caps.half:
-        scales = plain_scales(packed).astype(np.float32)  # decoding f16 by hand would cost more than the bytes
-    elif scales is not None and fast and scales.dtype == np.float32:
-        scales = scales.astype(np.float16)  # a rounding of 2^-11, far below that of int8 activations
-    return Part(
-        row0=row0,
-        n=packed.n,
-        k=packed.k,
-        group=packed.group,
-        form=packed.form,
-        pair=packed.pair,
-        scale_bits=0 if scales is None else 8 * scales.itemsize,
-        words=upload(split_planes(packed.words) if packed.form == "q8" else packed.words, label),
-        scales=None if scales is None else upload(scales, f"{label}.scales"),
-    )
+@dataclass(frozen=True, slots=True)
+class WeightTarget:
+    """Where weights are loaded to, as far as their layout depends on it."""
+
+    backend: Backend
+    six_bits: bool  # Q6_K in 6 bits: a GPU is short of bandwidth, not of shifts
+    native_f16: bool
+    int8: bool
+
+    @classmethod
+    def of(cls, backend: Backend, precision: Precision, caps: Caps) -> "WeightTarget":
+        return cls(backend, not caps.cpu, caps.native_f16, precision is Precision.FAST)
+
+    def layout(self, layout: Layout) -> Layout:
+        if self.backend is Backend.TEXTURES:
+            return texture_layout(layout)
+        if fits_q6(layout) and self.six_bits:
+            layout = q6_layout(layout)
+        elif layout.storage is Storage.Q6 and not self.six_bits:
+            layout = Layout(Storage.Q8, layout.k, layout.group, layout.has_offset, layout.scale_bits)
+        return Layout(layout.storage, layout.k, layout.group, layout.has_offset, self.scale_bits(layout))
+
+    def scale_bits(self, layout: Layout) -> int:
+        if layout.scale_bits and not self.native_f16:
+            return 32  # decoding f16 by hand would cost more than the bytes
+        if layout.scale_bits == 32 and self.int8:
+            return 16  # a rounding of 2^-11, far below that of int8 activations
+        return layout.scale_bits
+
+    def convert(self, matrix: PackedMatrix) -> tuple[NDArray[np.generic], NDArray[np.generic] | None]:
+        """Words and scales of a packed matrix in the layout of the device."""
+        wanted = self.layout(matrix.layout)
+        if self.backend is Backend.TEXTURES:
+            return to_texture(from_q6(matrix) if matrix.layout.storage is Storage.Q6 else matrix), None
+        if wanted.storage is not matrix.layout.storage:
+            matrix = to_q6(matrix) if wanted.storage is Storage.Q6 else from_q6(matrix)
+        words = split_planes(matrix.words) if wanted.storage is Storage.Q8 else matrix.words
+        if matrix.scales is None or wanted.scale_bits == matrix.layout.scale_bits:
+            return words, matrix.scales
+        return words, expand_scales(matrix).astype(np.float32 if wanted.scale_bits == 32 else np.float16)
 
 
-def to_q6(packed: Packed) -> Packed:
-    """Q6_K, which repack gives as int8, in 6 bits: per row the low nibbles as q4 has them, then the high bit pairs,
-    of each 32 a word of the even weights and a word of the odd ones (byte j, bits 2i: weight 4i + j of the plane)."""
-    n, k = packed.n, packed.k
-    values = (packed.words + np.int8(32)).view(np.uint8)
-    pairs, words = values.view(np.uint16), np.empty((n, 3 * k // 4), np.uint8)
-    words[:, : k // 2] = pairs & 0x0F | pairs >> 4 & 0xF0
-    high = split_planes(values).view(np.uint32) >> 4 & 0x03030303  # [n * k / 32, 2, 4]
-    joined = high[..., 0] | high[..., 1] << 2 | high[..., 2] << 4 | high[..., 3] << 6
-    words[:, k // 2 :] = joined.view(np.uint8).reshape(n, k // 4)
-    return Packed("q6", n, k, packed.group, words, packed.scales)
+def shard_rows(layout: Layout, n: int, caps: Caps) -> list[int]:
+    """Cut n rows of a device layout so that each shard fits a binding, or a texture."""
+    if layout.storage.startswith("texture"):
+        most = TEXTURE_ROWS * caps.texture_side
+    else:
+        fitting = caps.binding_bytes // layout.row_bytes  # the scales of a row take no more
+        most = max(2, fitting // 64 * 64 or fitting // 2 * 2)  # whole int8 blocks of gate/up pairs, or at least pairs
+    return [min(most, n - start) for start in range(0, n, most)]
 
 
-def from_q6(packed: Packed) -> Packed:
-    """The way back: Q6_K as int8."""
-    n, k = packed.n, packed.k
-    low, high = packed.words[:, : k // 2].reshape(-1, 16), packed.words[:, k // 2 :].reshape(-1, 2, 1, 4)
-    pairs = (high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).reshape(-1, 2, 16) << 4  # even, odd
-    values = np.stack([low & 15 | pairs[:, 0], low >> 4 | pairs[:, 1]], axis=-1).reshape(n, k)
-    return Packed("q8", n, k, packed.group, values.view(np.int8) - np.int8(32), packed.scales)
+# Allocation
 
 
-def split_planes(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """[n, k] int8 with the 16 even and then the 16 odd ones of each 32: the order in which q4's nibbles come apart,
-    so that int8 activations are stored in one order for both."""
-    pairs = words.reshape(-1, 16, 2).view(np.uint16)[..., 0]
-    planes = np.empty((len(pairs), 2, 16), np.uint8)
-    np.bitwise_and(pairs, 0xFF, out=planes[:, 0], casting="unsafe")
-    np.right_shift(pairs, 8, out=planes[:, 1], casting="unsafe")
-    return planes
-
-
-def load_weights(
-    tensors: Tensors, config: LlamaConfig, gpu: Gpu, progress: Progress | None = None, fast: bool = False
+def allocate_weights(
+    sources: Sequence[MatrixSource], config: ModelConfig, gpu: Gpu, target: WeightTarget, in_slabs: bool
 ) -> Weights:
-    """Everything on the device; `fast` rounds f32 scales to f16."""
-    jobs = list(matrix_jobs(tensors, config, repack if gpu.caps.cpu else repack_small))
-    shelves = Shelves(gpu, *kinds_of(tensors, config, gpu)) if joinable(config, gpu) else Shelves(gpu)
-    done: dict[str, Any] = {}
-    for count, (label, (packed, bias)) in enumerate(ahead(jobs)):
-        done[label] = upload_matrix(gpu, packed, label, bias, fast, partial(shelves.upload, layer=layer_of(label)))
-        if progress:
-            progress(count + 1, len(jobs))
+    """Every buffer or texture of the weights, without data.
+
+    With `in_slabs`, layers of the same layout share buffers.
+    """
+    slabs = Slabs(gpu, *slab_groups(sources, config, gpu, target)) if in_slabs else Slabs(gpu)
+    found: dict[str, Matrix] = {}
+    for source in sources:
+        found[source.label] = allocate_matrix(source, gpu, target, slabs)
+    norms: dict[str, Bindable] = {}
     for name in norm_names(config):
-        done[name] = shelves.upload(small(tensors[name]), name.removesuffix(".weight"), layer_of(name))
-    return assemble(done, config)
-
-
-def layer_of(label: str) -> int | None:
-    """Of "blk.3.qkv" it is 3."""
-    return int(label.split(".")[1]) if label.startswith("blk.") else None
-
-
-def joinable(config: LlamaConfig, gpu: Gpu, fast: bool | None = None) -> bool:
-    """Whether the layers of one token can be one kernel (see engine/layers.py), in one precision or in any."""
-    c, heads = config, routes.Heads(config.heads, config.kv_heads, config.head_dim)
-    ways = (True, False) if fast is None else (fast,)
-    return any(routes.joinable(c.dim, c.ffn_dim, heads, way, gpu.caps) for way in ways)
-
-
-MATRIX_OF = {"attn_q": "qkv", "attn_k": "qkv", "attn_v": "qkv", "ffn_gate": "gate_up", "ffn_up": "gate_up"}
-
-
-def kinds_of(tensors: Tensors, config: LlamaConfig, gpu: Gpu) -> tuple[list[dict[str, tuple[Any, ...]]], int]:
-    """For each layer the types of its matrices, and of how many layers a binding holds the largest."""
-    kinds: list[dict[str, tuple[Any, ...]]] = [{} for _ in range(config.layers)]
-    sizes: Counter[tuple[int, str]] = Counter()
-    for name, shape in tensor_shapes(config).items():
-        if (layer := layer_of(name)) is None or len(shape) < 2:
-            continue
-        part, kind = name.split(".")[2], tensors[name].kind
-        matrix = MATRIX_OF.get(part, part)
-        kinds[layer][matrix] = (*kinds[layer].get(matrix, ()), kind, f"blk.{layer}.{part}.bias" in tensors)
-        sizes[layer, matrix] += shape[0] * row_bytes(kind, shape[1])[0]
-    for found in kinds:  # which are no one matrix where their types differ
-        found |= dict.fromkeys(("ffn_gate", "ffn_up"), found["gate_up"])
-    return kinds, max(1, gpu.caps.binding_bytes // max(sizes.values()))
-
-
-def norm_names(config: LlamaConfig) -> list[str]:
-    return ["output_norm.weight", *(f"blk.{i}.{n}_norm.weight" for i in range(config.layers) for n in ("attn", "ffn"))]
-
-
-def assemble(done: dict[str, Any], config: LlamaConfig) -> Weights:
-    """What has been uploaded, by name, as the model's weights."""
+        if target.backend is Backend.TEXTURES:
+            norms[name] = gpu.texture(config.dim // 4, 1, name)
+        else:
+            norms[name] = slabs.alloc(4 * config.dim, name.removesuffix(".weight"), layer_of(name))
     layers = tuple(
         Layer(
-            attn_norm=done[f"blk.{i}.attn_norm.weight"],
-            qkv=done[f"blk.{i}.qkv"],
-            attn_output=done[f"blk.{i}.attn_output"],
-            ffn_norm=done[f"blk.{i}.ffn_norm.weight"],
+            attn_norm=norms[f"blk.{i}.attn_norm.weight"],
+            qkv=found[f"blk.{i}.qkv"],
+            attn_output=found[f"blk.{i}.attn_output"],
+            ffn_norm=norms[f"blk.{i}.ffn_norm.weight"],
             gate_up=tuple(
-                done[f"blk.{i}.{n}"] for n in ("gate_up", "ffn_gate", "ffn_up") if f"blk.{i}.{n}" in done
+                found[f"blk.{i}.{name}"] for name in ("gate_up", "ffn_gate", "ffn_up") if f"blk.{i}.{name}" in found
             ),
-            ffn_down=done[f"blk.{i}.ffn_down"],
+            ffn_down=found[f"blk.{i}.ffn_down"],
         )
         for i in range(config.layers)
     )
-    return Weights(
-        done["token_embd"], layers, done["output_norm.weight"], done.get("output", done["token_embd"])
-    )
+    output = found.get("output", found["token_embd"])
+    return Weights(found["token_embd"], layers, norms["output_norm.weight"], output)
 
 
-JobResult = tuple[list[Packed], np.ndarray[Any, Any] | None]  # parts one below the other, bias
-Job = tuple[str, Callable[[], JobResult]]
+def allocate_matrix(source: MatrixSource, gpu: Gpu, target: WeightTarget, slabs: Slabs) -> Matrix:
+    shards: list[MatrixShard] = []
+    row0, label, layer = 0, source.label, source.layer
+    for stored, rows in source.rows:
+        layout = target.layout(stored)
+        for n in shard_rows(layout, rows, gpu.caps):
+            words: Bindable
+            scales = None
+            if target.backend is Backend.TEXTURES:
+                words = gpu.texture(layout.texels, -(-n // TEXTURE_ROWS), label, np.uint32)
+            else:
+                words = slabs.alloc(n * layout.row_bytes, label, layer)
+                if layout.scale_bits:
+                    scales = slabs.alloc(n * layout.scale_row_bytes, f"{label}.scales", layer)
+            shards.append(MatrixShard(row0, n, layout, words, scales))
+            row0 += n
+    bias = slabs.alloc(4 * row0, f"{label}.bias", layer) if source.has_bias else None
+    return Matrix(row0, shards[0].k, tuple(shards), bias)
 
 
-def ahead(jobs: list[Job]) -> Iterator[tuple[str, Any]]:
+def slab_groups(
+    sources: Sequence[MatrixSource], config: ModelConfig, gpu: Gpu, target: WeightTarget
+) -> tuple[list[dict[str, object]], int]:
+    """For each layer the storage of its matrices, by name, and how many layers of the largest one a binding holds."""
+    storages: list[dict[str, object]] = [{} for _ in range(config.layers)]
+    largest = 1
+    for source in sources:
+        if source.layer is not None:
+            storages[source.layer][source.label.split(".")[2]] = source.rows, source.has_bias
+            size = sum(n * target.layout(layout).row_bytes for layout, n in source.rows)
+            largest = max(largest, size)
+    return storages, max(1, gpu.caps.binding_bytes // largest)
+
+
+# Loading
+
+
+def load_weights(
+    weights: Weights,
+    sources: Sequence[MatrixSource],
+    tensors: Tensors,
+    config: ModelConfig,
+    gpu: Gpu,
+    target: WeightTarget,
+    progress: Progress | None = None,
+) -> None:
+    """Fill the allocated weights."""
+    matrices = {source.label: matrix for source, matrix in zip(sources, in_order(weights), strict=True)}
+    jobs = [(source.label, partial(convert_source, source, matrices[source.label], target)) for source in sources]
+    for count, (label, (pieces, bias)) in enumerate(run_ahead(jobs)):
+        matrix = matrices[label]
+        for shard, (words, scales) in zip(matrix.shards, pieces, strict=True):
+            upload_shard(gpu, shard, words, scales)
+        if bias is not None and matrix.bias is not None:
+            gpu.write(matrix.bias, bias)
+        if progress:
+            progress(count + 1, len(jobs))
+    norms = dict(zip(norm_names(config), norms_in_order(weights), strict=True))
+    for name, norm in norms.items():
+        upload_norm(gpu, norm, to_f32(tensors[name]))
+
+
+def in_order(weights: Weights) -> list[Matrix]:
+    """The matrices in the order of their sources."""
+    inside = [matrix for layer in weights.layers for matrix in layer.matrices]
+    return [weights.token_embd, *inside, *([] if weights.output is weights.token_embd else [weights.output])]
+
+
+def norms_in_order(weights: Weights) -> list[Bindable]:
+    """The norms in the order of norm_names."""
+    return [weights.output_norm, *(norm for layer in weights.layers for norm in (layer.attn_norm, layer.ffn_norm))]
+
+
+Piece = tuple[NDArray[np.generic], NDArray[np.generic] | None]  # words and scales of a shard
+Converted = tuple[list[Piece], NDArray[np.float32] | None]  # the shards' data, the bias
+
+
+def convert_source(source: MatrixSource, matrix: Matrix, target: WeightTarget) -> Converted:
+    """Read a matrix and convert it to the layout of the device, shard by shard."""
+    loaded = source.load()
+    found = [(packed.layout, packed.n) for packed in loaded.matrices]
+    if tuple(found) != source.rows or (loaded.bias is not None) != source.has_bias:
+        raise BadFile(f"{source.label} is not of the type that the file says", REMEDY_REFETCH)
+    return convert_matrix(loaded, matrix, target)
+
+
+def convert_matrix(loaded: LoadedMatrix, matrix: Matrix, target: WeightTarget) -> Converted:
+    pieces: list[Piece] = []
+    shards = iter(matrix.shards)
+    for packed in loaded.matrices:
+        start = 0
+        while start < packed.n:
+            n = next(shards).n
+            pieces.append(target.convert(slice_rows(packed, start, start + n)))
+            start += n
+    return pieces, loaded.bias
+
+
+def upload_shard(gpu: Gpu, shard: MatrixShard, words: NDArray[np.generic], scales: NDArray[np.generic] | None) -> None:
+    if is_texture(shard.words):
+        gpu.write_texture(shard.words, words)
+        return
+    gpu.write(as_buffer(shard.words), words)
+    if shard.scales is not None and scales is not None:
+        gpu.write(shard.scales, scales)
+
+
+def upload_norm(gpu: Gpu, norm: Bindable, values: NDArray[np.float32]) -> None:
+    if is_texture(norm):
+        gpu.write_texture(norm, values.reshape(1, -1, 4))
+    else:
+        gpu.write(as_buffer(norm), values)
+
+
+def run_ahead(jobs: Sequence[tuple[str, Callable[[], Converted]]]) -> Iterator[tuple[str, Converted]]:
     """Run the jobs in threads, in order, at most two per thread before the consumer."""
     threads = max(1, os.cpu_count() or 1)
-    waiting: deque[tuple[str, Future[Any]]] = deque()
+    waiting: deque[tuple[str, Future[Converted]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for label, job in jobs:
             waiting.append((label, pool.submit(job)))
@@ -269,72 +348,17 @@ def ahead(jobs: list[Job]) -> Iterator[tuple[str, Any]]:
             yield label, future.result()
 
 
-def repack_small(tensor: RawTensor) -> Packed:
-    """As repack, with Q6_K in 6 bits: a GPU is short of bandwidth, not of shifts."""
-    packed = repack(tensor)
-    return to_q6(packed) if packed.form == "q8" and packed.group == 16 and packed.k % 64 == 0 else packed
-
-
-def without_q6(job: Callable[[], JobResult]) -> JobResult:
-    packed, bias = job()
-    return [from_q6(part) if part.form == "q6" else part for part in packed], bias
-
-
-def matrix_jobs(tensors: Tensors, config: LlamaConfig, pack: Callable[[RawTensor], Packed] = repack) -> Iterator[Job]:
-    """Every matrix of the model in order of use, as work that a thread can do."""
-    if isinstance(tensors, PackedTensors):  # joined when the file was written
-        for label, job in tensors.jobs(config):
-            yield label, job if pack is repack_small else partial(without_q6, job)
-        return
-
-    def plain(name: str) -> Job:
-        return name, lambda: ([pack(tensors[f"{name}.weight"])], bias_of(tensors, name))
-
-    yield plain("token_embd")
-    for i in range(config.layers):
-        yield f"blk.{i}.qkv", lambda i=i: qkv(tensors, config, i, pack)  # type: ignore[misc]
-        yield plain(f"blk.{i}.attn_output")
-        gate, up = (f"blk.{i}.ffn_gate", f"blk.{i}.ffn_up")
-        if tensors[f"{gate}.weight"].kind == tensors[f"{up}.weight"].kind:
-            yield f"blk.{i}.gate_up", lambda g=gate, u=up: gate_up(tensors, g, u, pack)  # type: ignore[misc]
-        else:
-            yield plain(gate)
-            yield plain(up)
-        yield plain(f"blk.{i}.ffn_down")
-    if not config.tied:
-        yield plain("output")
-
-
-def bias_of(tensors: Tensors, name: str) -> np.ndarray[Any, Any] | None:
-    bias = tensors.get(f"{name}.bias")
-    return None if bias is None else small(bias)
-
-
-def qkv(
-    tensors: Tensors, config: LlamaConfig, i: int, pack: Callable[[RawTensor], Packed]
-) -> tuple[list[Packed], np.ndarray[Any, Any] | None]:
-    """q | k | v as one matrix; where RoPE pairs lie half a head apart, their rows are brought together."""
-    packed, biases = [], []
-    for part, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
-        name = f"blk.{i}.attn_{part}"
-        matrix, bias = pack(tensors[f"{name}.weight"]), bias_of(tensors, name)
-        bias = np.zeros(matrix.n, np.float32) if bias is None else bias
-        if config.neox and part != "v":
-            rows = rope_rows(heads, config.head_dim, config.rope_dims)
-            matrix, bias = take_rows(matrix, rows), bias[rows]
-        packed.append(matrix)
-        biases.append(bias)
-    joined = np.concatenate(biases)
-    return concat(packed), joined if joined.any() else None
-
-
-def gate_up(
-    tensors: Tensors, gate: str, up: str, pack: Callable[[RawTensor], Packed]
-) -> tuple[list[Packed], np.ndarray[Any, Any] | None]:
-    joined = interleave(pack(tensors[f"{gate}.weight"]), pack(tensors[f"{up}.weight"]))
-    assert joined is not None  # same kind, same layout
-    biases = bias_of(tensors, gate), bias_of(tensors, up)
-    if biases[0] is None and biases[1] is None:
-        return [joined], None
-    both = [np.zeros(joined.n // 2, np.float32) if b is None else b for b in biases]
-    return [joined], np.stack(both, 1).reshape(-1)
+def upload_matrix(
+    gpu: Gpu, packed: Sequence[PackedMatrix], label: str, target: WeightTarget, bias: NDArray[np.float32] | None = None
+) -> Matrix:
+    """Allocate and fill a matrix of packed matrices one below the other."""
+    loaded = LoadedMatrix(list(packed), bias)
+    rows = tuple((matrix.layout, matrix.n) for matrix in packed)
+    source = MatrixSource(label, rows, bias is not None, lambda: loaded)
+    matrix = allocate_matrix(source, gpu, target, Slabs(gpu))
+    pieces, _ = convert_matrix(loaded, matrix, target)
+    for shard, (words, scales) in zip(matrix.shards, pieces, strict=True):
+        upload_shard(gpu, shard, words, scales)
+    if bias is not None and matrix.bias is not None:
+        gpu.write(matrix.bias, bias)
+    return matrix

@@ -343,9 +343,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         """As Hugging Face has it: jinja2's own escapes <, > and & for HTML."""
         if weight((indent, separators)) > 16 * NODE or (isinstance(indent, int) and indent > 16):
             raise TooLargeError("it writes JSON with wide gaps")
-        encoder = json.JSONEncoder(
-            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
+        encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         return self.concat(encoder.iterencode(value))
 
 

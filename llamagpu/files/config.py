@@ -1,5 +1,7 @@
-"""The model's hyper-parameters, read once from GGUF metadata, and what follows from them alone:
-the tensors that must be there and the RoPE table. Nothing else reads `llama.*` or `qwen2.*` keys."""
+"""The model's hyper-parameters, read once from GGUF metadata, and what follows from them alone.
+
+That is the tensors that must be there and the RoPE table. Nothing else reads the architecture's metadata keys.
+"""
 
 import math
 from collections.abc import Container
@@ -10,17 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamagpu.errors import BadFile, Unsupported
-from llamagpu.files.gguf_file import AGAIN, BLOCKS, RawTensor, show, unsupported_kind
+from llamagpu.files.architectures import ARCHITECTURES, BIASES, REMEDY_ARCHITECTURE
+from llamagpu.files.gguf_file import BLOCKS, REMEDY_REFETCH, RawTensor, shown, unsupported_type
 
-ARCHITECTURES = ("llama", "qwen2")
-WORKING = "These work: llama (Llama 1 to 3.2, TinyLlama, Mistral, SmolLM2) and qwen2."
-BIASED = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-TABLE_ROWS = 4096  # positions per step of rope_table: keeps its float64 scratch at 8 MB for head_dim 128
+TABLE_ROWS = 4096  # positions that rope_table computes at once: keeps its float64 scratch at 8 MB for head_dim 128
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaConfig:
-    arch: str  # "llama" | "qwen2"
+class ModelConfig:
+    arch: str  # a key of ARCHITECTURES
     name: str
     layers: int
     dim: int
@@ -48,8 +48,23 @@ class LlamaConfig:
     def attn_scale(self) -> float:
         return 1 / math.sqrt(self.head_dim)
 
+    @property
+    def q_width(self) -> int:
+        """Values of all query heads of one token."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Keys, or values, of all KV heads of one token."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads that share one KV head."""
+        return self.heads // self.kv_heads
+
     @classmethod
-    def from_gguf(cls, metadata: dict[str, Any], tensors: dict[str, RawTensor]) -> "LlamaConfig":
+    def from_gguf(cls, metadata: dict[str, Any], tensors: dict[str, RawTensor]) -> "ModelConfig":
         keys = _Keys(metadata)
         arch = keys.arch
         dim = keys.whole("embedding_length", 1 << 24)
@@ -62,8 +77,9 @@ class LlamaConfig:
         if rope_dims % 2:
             raise _bad(f"{arch}.rope.dimension_count is {rope_dims}, which is not even")
         context = keys.whole("context_length", 1 << 28)
-        # llama.cpp honours a window only where an architecture asks for it; qwen2 files carry an unused one.
-        window = keys.whole("attention.sliding_window", 1 << 32, default=0, least=0) if arch == "llama" else 0
+        record, window = ARCHITECTURES[arch], 0
+        if record.sliding_window:
+            window = keys.whole("attention.sliding_window", 1 << 32, default=0, least=0)
         scaling, factor = _rope_scaling(keys)
         return cls(
             arch=arch,
@@ -85,7 +101,7 @@ class LlamaConfig:
             yarn_attn_factor=keys.real("rope.scaling.attn_factor", 1e-3, 1e3, default=1.0),
             yarn_beta_fast=keys.real("rope.scaling.yarn_beta_fast", 1e-3, 1e6, default=32.0),
             yarn_beta_slow=keys.real("rope.scaling.yarn_beta_slow", 1e-3, 1e6, default=1.0),
-            neox=arch == "qwen2",
+            neox=record.neox,
             norm_eps=keys.real("attention.layer_norm_rms_epsilon", 1e-12, 1.0),
             sliding_window=window if window < context else 0,  # a longer one hides nothing
             tied="output.weight" not in tensors,
@@ -102,13 +118,13 @@ class _Keys:
             raise _bad("metadata key general.architecture is missing or not a string")
         self.arch = arch
         if self.arch not in ARCHITECTURES:
-            raise Unsupported(f"architecture {show(self.arch)} is not supported", WORKING)
+            raise Unsupported(f"architecture {shown(self.arch)} is not supported", REMEDY_ARCHITECTURE)
         experts = self.whole("expert_count", 1 << 32, default=0, least=0)
         if experts:
-            raise Unsupported(f"a mixture of {experts} experts ({self.arch}) is not supported", WORKING)
+            raise Unsupported(f"a mixture of {experts} experts ({self.arch}) is not supported", REMEDY_ARCHITECTURE)
 
     def name(self) -> str:
-        """general.name without what could disturb a terminal."""
+        """general.name without characters that could disturb a terminal."""
         name = self.metadata.get("general.name")
         return "".join(c for c in name[:100] if c.isprintable()) if isinstance(name, str) else ""
 
@@ -122,21 +138,21 @@ class _Keys:
         value = self.get(key, default)
         if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu":  # one value per layer
             if (value != value[0]).any():
-                raise Unsupported(f"a model whose {self.arch}.{key} differs between layers", WORKING)
+                raise Unsupported(f"a model whose {self.arch}.{key} differs between layers", REMEDY_ARCHITECTURE)
             value = int(value[0])
         if type(value) is not int or not least <= value <= most:
-            raise _bad(f"{self.arch}.{key} is {show(value)}, not a whole number in {least}..{most:,}")
+            raise _bad(f"{self.arch}.{key} is {shown(value)}, not a whole number in {least}..{most:,}")
         return value
 
     def real(self, key: str, least: float, most: float, default: float | None = None) -> float:
         value = self.get(key, default)
         if type(value) is not float or not least <= value <= most:  # NaN fails both
-            raise _bad(f"{self.arch}.{key} is {show(value)}, not a number in {least:g}..{most:g}")
+            raise _bad(f"{self.arch}.{key} is {shown(value)}, not a number in {least:g}..{most:g}")
         return value
 
 
 def _bad(cause: str) -> BadFile:
-    return BadFile(cause, AGAIN)
+    return BadFile(cause, REMEDY_REFETCH)
 
 
 def _head_dim(keys: _Keys, dim: int, heads: int) -> int:
@@ -147,23 +163,23 @@ def _head_dim(keys: _Keys, dim: int, heads: int) -> int:
         raise _bad(f"heads of {head_dim} dimensions: the number must be even")
     values = keys.whole("attention.value_length", 1 << 16, default=head_dim)
     if values != head_dim:
-        raise Unsupported(f"values of {values} beside keys of {head_dim} dimensions", WORKING)
+        raise Unsupported(f"values of {values} beside keys of {head_dim} dimensions", REMEDY_ARCHITECTURE)
     return head_dim
 
 
 def _rope_scaling(keys: _Keys) -> tuple[str, float]:
-    """As llama.cpp: a factor without a type means linear, 0 or no factor means 1."""
-    kind = keys.get("rope.scaling.type", "linear")
+    """Type and factor, as llama.cpp reads them: a factor without a type means linear, 0 or no factor means 1."""
+    scaling = keys.get("rope.scaling.type", "linear")
     old = keys.real("rope.scale_linear", 0.0, 1e6, default=1.0)  # the key before rope.scaling.factor
     factor = keys.real("rope.scaling.factor", 0.0, 1e6, default=old) or 1.0
-    if not isinstance(kind, str) or kind not in ("none", "linear", "yarn"):
+    if not isinstance(scaling, str) or scaling not in ("none", "linear", "yarn"):
         raise Unsupported(
-            f"RoPE scaling {show(kind)} is not supported",
+            f"RoPE scaling {shown(scaling)} is not supported",
             "None, linear, yarn and llama3 (in rope_freqs.weight) work: use another file of the model.",
         )
-    if kind == "none" or (kind == "linear" and factor == 1.0):
+    if scaling == "none" or (scaling == "linear" and factor == 1.0):
         return "none", 1.0
-    return kind, factor
+    return scaling, factor
 
 
 def _vocab(metadata: dict[str, Any], tensors: dict[str, RawTensor], dim: int) -> int:
@@ -178,9 +194,9 @@ def _vocab(metadata: dict[str, Any], tensors: dict[str, RawTensor], dim: int) ->
     return table.shape[0]
 
 
-def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor a model must have, [N, K]."""
-    c, q, kv = config, config.heads * config.head_dim, config.kv_heads * config.head_dim
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a model must have, [n, k]."""
+    c, q, kv = config, config.q_width, config.kv_width
     block: dict[str, tuple[int, ...]] = {
         "attn_norm": (c.dim,),
         "attn_q": (q, c.dim),
@@ -194,24 +210,24 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     }
     return {
         "token_embd.weight": (c.vocab, c.dim),
-        **{f"blk.{i}.{part}.weight": shape for i in range(c.layers) for part, shape in block.items()},
+        **{f"blk.{i}.{name}.weight": shape for i in range(c.layers) for name, shape in block.items()},
         "output_norm.weight": (c.dim,),
         **({} if c.tied else {"output.weight": (c.vocab, c.dim)}),
     }
 
 
-def used_shapes(config: LlamaConfig, tensors: Container[str]) -> dict[str, tuple[int, ...]]:
-    """The same, and what of the rest is there that a model may have."""
+def used_shapes(config: ModelConfig, tensors: Container[str]) -> dict[str, tuple[int, ...]]:
+    """Every tensor that is used: those that must be there, and the optional ones that are."""
     shapes = tensor_shapes(config)
-    optional = {f"blk.{i}.{part}.bias": part for i in range(config.layers) for part in BIASED}
-    shapes |= {bias: shapes[f"blk.0.{part}.weight"][:1] for bias, part in optional.items() if bias in tensors}
+    optional = {f"blk.{i}.{name}.bias": name for i in range(config.layers) for name in BIASES}
+    shapes |= {bias: shapes[f"blk.0.{name}.weight"][:1] for bias, name in optional.items() if bias in tensors}
     if "rope_freqs.weight" in tensors:
         shapes["rope_freqs.weight"] = (config.rope_dims // 2,)
     return shapes
 
 
-def check_tensors(config: LlamaConfig, tensors: dict[str, RawTensor]) -> None:
-    """Refuses a file that lacks a tensor, or has one of another shape or of a type that cannot be run."""
+def check_tensors(config: ModelConfig, tensors: dict[str, RawTensor]) -> None:
+    """Refuse a file that lacks a tensor, or has one of another shape or of an unsupported type."""
     missing = [name for name in tensor_shapes(config) if name not in tensors]
     if missing:
         more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
@@ -220,15 +236,17 @@ def check_tensors(config: LlamaConfig, tensors: dict[str, RawTensor]) -> None:
         tensor = tensors[name]
         if tensor.shape != shape:
             raise _bad(f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}")
-        if tensor.kind not in BLOCKS:
-            raise unsupported_kind(tensor)
+        if tensor.ggml_type not in BLOCKS:
+            raise unsupported_type(tensor)
 
 
 def rope_table(
-    config: LlamaConfig, freq_factors: NDArray[np.floating[Any]] | None, context: int
+    config: ModelConfig, freq_factors: NDArray[np.floating[Any]] | None, context: int
 ) -> NDArray[np.float32]:
     """[context, rope_dims/2, 2]: cos and sin of position * frequency, in float64 until the last rounding.
-    freq_factors is rope_freqs.weight (llama3 scaling): it divides the frequencies."""
+
+    `freq_factors` is rope_freqs.weight (llama3 scaling): it divides the frequencies.
+    """
     pairs = config.rope_dims // 2
     frequency = config.rope_theta ** (-np.arange(pairs, dtype=np.float64) / pairs)
     if freq_factors is not None:
@@ -252,14 +270,14 @@ def rope_table(
     return table
 
 
-def yarn_ramp(config: LlamaConfig) -> NDArray[np.float64]:
-    """Per pair: 1 where it turns more than beta_fast times within the original context, 0 below beta_slow."""
+def yarn_ramp(config: ModelConfig) -> NDArray[np.float64]:
+    """For each pair: 1 where it rotates more than beta_fast times in the original context, 0 below beta_slow."""
 
-    def pair_with(turns: float) -> float:
-        length = config.rope_orig_context / (turns * 2 * math.pi)
+    def pair_with(rotations: float) -> float:
+        length = config.rope_orig_context / (rotations * 2 * math.pi)
         return config.rope_dims * math.log(length) / (2 * math.log(config.rope_theta))
 
     low = max(0.0, math.floor(pair_with(config.yarn_beta_fast)))
     high = min(config.rope_dims - 1.0, math.ceil(pair_with(config.yarn_beta_slow)))
-    steps = (np.arange(config.rope_dims // 2) - low) / max(0.001, high - low)
-    return np.asarray(1 - np.clip(steps, 0, 1), np.float64)
+    ramp = (np.arange(config.rope_dims // 2) - low) / max(0.001, high - low)
+    return np.asarray(1 - np.clip(ramp, 0, 1), np.float64)

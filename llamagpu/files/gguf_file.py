@@ -1,5 +1,9 @@
 """Reads GGUF v2 and v3, whole or split: metadata as Python values, tensors as views of the mapped file.
-Nothing in the file is trusted: counts, lengths and offsets are checked before memory is taken for them."""
+
+Nothing in the file is trusted: counts, lengths and offsets are checked before memory is allocated for them. That is
+why this reader exists beside the one of the `gguf` package, which trusts what it reads. The tables here equal gguf's
+(a test compares them); they are copied because importing `gguf` takes 0.15 s, which every start would pay.
+"""
 
 import contextlib
 import math
@@ -18,7 +22,7 @@ from numpy.typing import NDArray
 from llamagpu.errors import BadFile, Unsupported
 
 # ggml type number -> name, weights per block, bytes per block
-KINDS: dict[int, tuple[str, int, int]] = {
+GGML_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84),
     11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
@@ -32,7 +36,7 @@ SUPPORTED = (
     "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS",
     "F16", "BF16", "F32",
 )  # fmt: skip
-BLOCKS = {name: (weights, size) for name, weights, size in KINDS.values() if name in SUPPORTED}
+BLOCKS = {name: (weights, size) for name, weights, size in GGML_TYPES.values() if name in SUPPORTED}
 
 # Real files stay far below: about 40 keys, 1,137 tensors (405B), 10 MB of metadata, 0.9 million strings.
 MAX_KEYS = 1 << 16
@@ -42,45 +46,45 @@ MAX_STRINGS = 1 << 22  # 4 million take about 2 s and 250 MB
 ALIGNMENTS = tuple(1 << i for i in range(21))
 
 SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-AGAIN = "The file is damaged or cut short: fetch it again."
-OTHER = "Give a .gguf file; `llamagpu convert` makes one from safetensors."
+REMEDY_REFETCH = "The file is damaged or cut short: fetch it again."
+REMEDY_NOT_GGUF = "Give a .gguf file; `llamagpu convert` makes one from safetensors."
 
 STRING, ARRAY = 8, 9
-# GGUF value type -> its letter, the same for struct and numpy
-CODES = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-SCALARS = {kind: struct.Struct("<" + code) for kind, code in CODES.items()}
-DTYPES = {kind: np.dtype("<" + code) for kind, code in CODES.items()}
+# GGUF value type -> its type code, the same for struct and numpy
+TYPE_CODES = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+SCALARS = {value_type: struct.Struct("<" + code) for value_type, code in TYPE_CODES.items()}
+DTYPES = {value_type: np.dtype("<" + code) for value_type, code in TYPE_CODES.items()}
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 FOREIGN = (  # what people hand in by mistake, by its first bytes
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself", "Run `git lfs pull`."),
-    (b"PK\x03\x04", "a zip archive (perhaps a PyTorch checkpoint)", OTHER),
+    (b"PK\x03\x04", "a zip archive (perhaps a PyTorch checkpoint)", REMEDY_NOT_GGUF),
     (b"\x1f\x8b", "a gzip archive", "Unpack it first."),
-    (b"<", "an HTML or XML page, perhaps a failed download", AGAIN),
-    (b"{", "a JSON file", OTHER),
+    (b"<", "an HTML or XML page, perhaps a failed download", REMEDY_REFETCH),
+    (b"{", "a JSON file", REMEDY_NOT_GGUF),
     (b"lmgg", "a GGML file, the format before GGUF", "Use a GGUF version of the model."),
     (b"tjgg", "a GGJT file, the format before GGUF", "Use a GGUF version of the model."),
     (b"fmgg", "a GGMF file, the format before GGUF", "Use a GGUF version of the model."),
-    (b"\0\0\0\0\0\0\0\0", "filled with zeros, perhaps an unfinished download", AGAIN),
+    (b"\0\0\0\0\0\0\0\0", "filled with zeros, perhaps an unfinished download", REMEDY_REFETCH),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
     name: str
-    kind: str  # "Q4_0", ...; "type 37" for a number that ggml does not define
+    ggml_type: str  # "Q4_0", ...; "type 37" for a number that ggml does not define
     shape: tuple[int, ...]  # numpy order: [N, K], K contiguous
-    data: NDArray[np.uint8]  # exactly the tensor's bytes, a view of the file; empty when kind is "type ..."
+    data: NDArray[np.uint8]  # exactly the tensor's bytes, a view of the file; empty when ggml_type is "type ..."
 
 
 class GgufFile:
-    """One model. Of a split one any part may be named: the first gives the metadata, all give tensors."""
+    """A model. Of a split one any file may be named: the first holds the metadata, all hold tensors."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, RawTensor] = {}
-        self.parts: list[Path] = []  # its files
+        self.files: list[Path] = []  # one, or all files of a split model
         self._maps: list[mmap.mmap] = []
         try:
             self._open()
@@ -91,8 +95,8 @@ class GgufFile:
     def _open(self) -> None:
         split = SPLIT_NAME.search(self.path.name)
         if split and int(split[1]) > 1:
-            self.path = _part_path(self.path, 1, int(split[2]))
-        self.metadata, self.tensors = self._read_part(self.path)
+            self.path = _split_path(self.path, 1, int(split[2]))
+        self.metadata, self.tensors = self._read_file(self.path)
         parts = _small_count(self.path, self.metadata, "split.count", 1)
         if parts <= 1:
             return
@@ -101,7 +105,7 @@ class GgufFile:
                 f"{self.path}: one of {parts} parts of a split model, under a name that hides the others",
                 f"Give the parts their own names again (NAME-00001-of-{parts:05d}.gguf, ...), in one folder.",
             )
-        paths = [_part_path(self.path, i, parts) for i in range(2, parts + 1)]
+        paths = [_split_path(self.path, i, parts) for i in range(2, parts + 1)]
         missing = [p.name for p in paths if not p.exists()]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -110,18 +114,18 @@ class GgufFile:
                 "Put all parts into one folder.",
             )
         for part in paths:
-            _, tensors = self._read_part(part)
+            _, tensors = self._read_file(part)
             if twice := self.tensors.keys() & tensors.keys():
-                raise BadFile(f"{part}: tensor {show(min(twice))} is in an earlier part too", AGAIN)
+                raise BadFile(f"{part}: tensor {shown(min(twice))} is in an earlier part too", REMEDY_REFETCH)
             self.tensors |= tensors
         total = _small_count(self.path, self.metadata, "split.tensors.count", len(self.tensors))
         if total != len(self.tensors):
-            raise BadFile(f"{self.path}: the parts hold {len(self.tensors)} tensors, not {total}", AGAIN)
+            raise BadFile(f"{self.path}: the parts hold {len(self.tensors)} tensors, not {total}", REMEDY_REFETCH)
 
-    def _read_part(self, path: Path) -> tuple[dict[str, Any], dict[str, RawTensor]]:
+    def _read_file(self, path: Path) -> tuple[dict[str, Any], dict[str, RawTensor]]:
         mapped = _map(path)
         self._maps.append(mapped)
-        self.parts.append(path)
+        self.files.append(path)
         _check_magic(path, mapped)
         header = _Header(path, mapped)
         try:
@@ -130,12 +134,12 @@ class GgufFile:
             raise header.bad("the header is cut short") from None
 
     def contents(self) -> Iterator[tuple[str, NDArray[np.uint8]]]:
-        """What is in it: a description of every tensor, and its bytes."""
+        """A description of every tensor, and its bytes."""
         for t in self.tensors.values():
-            yield f"{t.name} {t.kind} {t.shape}", t.data
+            yield f"{t.name} {t.ggml_type} {t.shape}", t.data
 
-    def forget(self) -> None:
-        """Give the pages read so far back to the system: they would count as memory in use."""
+    def drop_pages(self) -> None:
+        """Return the pages read so far to the system, where they would count as memory in use."""
         for mapped in self._maps:
             if hasattr(mmap, "MADV_DONTNEED"):
                 mapped.madvise(mmap.MADV_DONTNEED)
@@ -149,7 +153,7 @@ class GgufFile:
 
 
 def read_metadata(path: Path, raw: bytes) -> dict[str, Any]:
-    """Of a GGUF header that stands inside another file."""
+    """The metadata of a GGUF header that stands inside another file."""
     _check_magic(path, raw)
     header = _Header(path, raw)
     try:
@@ -158,7 +162,7 @@ def read_metadata(path: Path, raw: bytes) -> dict[str, Any]:
         raise header.bad("the header is cut short") from None
 
 
-def show(value: object) -> str:
+def shown(value: object) -> str:
     """A value out of a file, fit for one line of a message: control characters escaped, never long."""
     if isinstance(value, list | np.ndarray):
         return f"an array of {len(value):,}"
@@ -167,22 +171,22 @@ def show(value: object) -> str:
     return repr(text) if isinstance(value, str) else text
 
 
-def unsupported_kind(tensor: RawTensor) -> Unsupported:
-    number = next((f" (type {number})" for number, kind in KINDS.items() if kind[0] == tensor.kind), "")
+def unsupported_type(tensor: RawTensor) -> Unsupported:
+    number = next((f" (type {i})" for i, known in GGML_TYPES.items() if known[0] == tensor.ggml_type), "")
     return Unsupported(
-        f"tensor {show(tensor.name)} is {tensor.kind}{number}, which is not supported",
+        f"tensor {shown(tensor.name)} is {tensor.ggml_type}{number}, which is not supported",
         f"These types work: {', '.join(SUPPORTED)}.",
     )
 
 
-def _part_path(path: Path, number: int, count: int) -> Path:
+def _split_path(path: Path, number: int, count: int) -> Path:
     return path.with_name(SPLIT_NAME.sub(f"-{number:05d}-of-{count:05d}.gguf", path.name))
 
 
 def _small_count(path: Path, metadata: dict[str, Any], key: str, default: int) -> int:
     value = metadata.get(key, default)
     if type(value) is not int or not 0 <= value < 100_000:
-        raise BadFile(f"{path}: {key} is {show(value)}, not a sensible count", AGAIN)
+        raise BadFile(f"{path}: {key} is {shown(value)}, not a sensible count", REMEDY_REFETCH)
     return value
 
 
@@ -209,20 +213,20 @@ def _check_magic(path: Path, mapped: mmap.mmap | bytes) -> None:
     first = mapped[:32]
     if first[:4] != b"GGUF":
         if first[8:10] == b'{"':
-            raise BadFile(f"{path}: not GGUF: looks like a safetensors file", OTHER)
+            raise BadFile(f"{path}: not GGUF: looks like a safetensors file", REMEDY_NOT_GGUF)
         for magic, what, remedy in FOREIGN:
             if first.lstrip(b" \r\n\t").startswith(magic):
                 raise BadFile(f"{path}: not GGUF: looks like {what}", remedy)
-        raise BadFile(f"{path}: not GGUF: it begins with {first[:4]!r}", OTHER)
+        raise BadFile(f"{path}: not GGUF: it begins with {first[:4]!r}", REMEDY_NOT_GGUF)
     if len(first) < 24:
-        raise BadFile(f"{path}: the header is cut short at byte {len(mapped)}", AGAIN)
+        raise BadFile(f"{path}: the header is cut short at byte {len(mapped)}", REMEDY_REFETCH)
     version = U32.unpack_from(first, 4)[0]
     if version not in (2, 3):
         if int.from_bytes(first[4:8], "big") in (1, 2, 3):
             raise Unsupported(f"{path}: a big-endian GGUF file", "Use the little-endian file of the model.")
         if version == 1:
             raise Unsupported(f"{path}: GGUF version 1", "Versions 2 and 3 work: use a newer file.")
-        raise BadFile(f"{path}: GGUF version {version} is not known (2 and 3 are)", AGAIN)
+        raise BadFile(f"{path}: GGUF version {version} is not known (2 and 3 are)", REMEDY_REFETCH)
 
 
 class _Header:
@@ -238,7 +242,7 @@ class _Header:
         self.check_count("tensors", self.tensor_count, 32, MAX_TENSORS)
 
     def bad(self, cause: str) -> BadFile:
-        return BadFile(f"{self.path}: {cause}", AGAIN)
+        return BadFile(f"{self.path}: {cause}", REMEDY_REFETCH)
 
     def check_count(self, what: str, count: int, size: int, most: int = 1 << 63) -> None:
         """Refuses what cannot fit into the bytes that are left, before anything is allocated."""
@@ -266,33 +270,33 @@ class _Header:
         for i in range(self.key_count):
             key = self.string(f"the name of metadata key {i}")
             if key in found:
-                raise self.bad(f"metadata key {show(key)} is there twice")
+                raise self.bad(f"metadata key {shown(key)} is there twice")
             found[key] = self.value(key)
         self.alignment = found.get("general.alignment", 32)
         if type(self.alignment) is not int or self.alignment not in ALIGNMENTS:
-            raise self.bad(f"general.alignment is {show(self.alignment)}, not a power of two")
+            raise self.bad(f"general.alignment is {shown(self.alignment)}, not a power of two")
         return found
 
     def value(self, key: str) -> Any:
-        kind = self.take(U32)
-        if kind in SCALARS:
-            return self.take(SCALARS[kind])
-        if kind == STRING:
-            return self.string(f"metadata key {show(key)}", "replace")
-        if kind != ARRAY:
-            raise self.bad(f"metadata key {show(key)} has unknown value type {kind}")
-        kind, count = self.take(U32), self.take(U64)
-        if kind == STRING:
+        value_type = self.take(U32)
+        if value_type in SCALARS:
+            return self.take(SCALARS[value_type])
+        if value_type == STRING:
+            return self.string(f"metadata key {shown(key)}", "replace")
+        if value_type != ARRAY:
+            raise self.bad(f"metadata key {shown(key)} has unknown value type {value_type}")
+        value_type, count = self.take(U32), self.take(U64)
+        if value_type == STRING:
             return self.string_array(key, count)
-        if kind not in DTYPES:
-            raise self.bad(f"metadata key {show(key)} is an array of unknown or nested type {kind}")
-        dtype = DTYPES[kind]
-        self.check_count(f"elements in metadata key {show(key)}", count, dtype.itemsize)
+        if value_type not in DTYPES:
+            raise self.bad(f"metadata key {shown(key)} is an array of unknown or nested type {value_type}")
+        dtype = DTYPES[value_type]
+        self.check_count(f"elements in metadata key {shown(key)}", count, dtype.itemsize)
         start, self.pos = self.pos, self.pos + count * dtype.itemsize
         return np.frombuffer(self.buf[start : self.pos], dtype)  # a slice is a copy: it outlives the mapping
 
     def string_array(self, key: str, count: int) -> list[str]:
-        self.check_count(f"strings in metadata key {show(key)}", count, 8, MAX_STRINGS - self.strings)
+        self.check_count(f"strings in metadata key {shown(key)}", count, 8, MAX_STRINGS - self.strings)
         self.strings += count
         # A vocabulary with a broken string would be silently wrong text later; elsewhere it does no harm.
         errors = "strict" if key.startswith("tokenizer.") else "replace"
@@ -303,27 +307,27 @@ class _Header:
                 start = pos + 8
                 pos = start + length_at(buf, pos)[0]
                 if pos > end:
-                    raise self.bad(f"string {len(strings)} of metadata key {show(key)} is cut short")
+                    raise self.bad(f"string {len(strings)} of metadata key {shown(key)} is cut short")
                 strings.append(buf[start:pos].decode("utf-8", errors))
         except UnicodeDecodeError:
-            raise self.bad(f"string {len(strings)} of metadata key {show(key)} is not valid UTF-8") from None
+            raise self.bad(f"string {len(strings)} of metadata key {shown(key)} is not valid UTF-8") from None
         self.pos = pos
         return strings
 
     def tensor_info(self, i: int) -> tuple[str, str, tuple[int, ...], int, int]:
-        """Name, kind, shape, bytes (0 for an unknown kind), offset in the data section."""
+        """Name, ggml type, shape, bytes (0 for an unknown type), offset in the data section."""
         name = self.string(f"the name of tensor {i}")
         n_dims = self.take(U32)
         if not 1 <= n_dims <= 4:
-            raise self.bad(f"tensor {show(name)} has {n_dims} dimensions")
+            raise self.bad(f"tensor {shown(name)} has {n_dims} dimensions")
         shape = tuple(self.take(U64) for _ in range(n_dims))[::-1]
-        kind, offset = self.take(U32), self.take(U64)
+        number, offset = self.take(U32), self.take(U64)
         if 0 in shape:
-            raise self.bad(f"tensor {show(name)} has shape {list(shape)}, with nothing in it")
-        label, weights, size = KINDS.get(kind, (f"type {kind}", 1, 0))
+            raise self.bad(f"tensor {shown(name)} has shape {list(shape)}, with nothing in it")
+        ggml_type, weights, size = GGML_TYPES.get(number, (f"type {number}", 1, 0))
         if shape[-1] % weights:
-            raise self.bad(f"tensor {show(name)}: rows of {shape[-1]:,} do not divide into {label} blocks")
-        return name, label, shape, math.prod(shape) // weights * size, offset
+            raise self.bad(f"tensor {shown(name)}: rows of {shape[-1]:,} do not divide into {ggml_type} blocks")
+        return name, ggml_type, shape, math.prod(shape) // weights * size, offset
 
     def tensors(self) -> dict[str, RawTensor]:
         infos = [self.tensor_info(i) for i in range(self.tensor_count)]
@@ -331,15 +335,15 @@ class _Header:
         base = -(-self.pos // alignment) * alignment  # of the data section
         found: dict[str, RawTensor] = {}
         free = 0  # first byte of the data section after the tensors seen so far
-        for name, kind, shape, size, offset in sorted(infos, key=lambda info: info[-1]):
+        for name, ggml_type, shape, size, offset in sorted(infos, key=lambda info: info[-1]):
             if name in found:
-                raise self.bad(f"tensor {show(name)} is there twice")
+                raise self.bad(f"tensor {shown(name)} is there twice")
             if offset % alignment:
-                raise self.bad(f"tensor {show(name)} starts at {offset:,}, not a multiple of {alignment}")
+                raise self.bad(f"tensor {shown(name)} starts at {offset:,}, not a multiple of {alignment}")
             if offset < free:
-                raise self.bad(f"tensor {show(name)} overlaps the one before it")
+                raise self.bad(f"tensor {shown(name)} overlaps the one before it")
             free = offset + size
             if base + free > len(self.buf):
-                raise self.bad(f"tensor {show(name)} ends at byte {base + free:,} of {len(self.buf):,}")
-            found[name] = RawTensor(name, kind, shape, np.frombuffer(self.buf, np.uint8, size, base + offset))
+                raise self.bad(f"tensor {shown(name)} ends at byte {base + free:,} of {len(self.buf):,}")
+            found[name] = RawTensor(name, ggml_type, shape, np.frombuffer(self.buf, np.uint8, size, base + offset))
         return {info[0]: found[info[0]] for info in infos}  # in the file's order

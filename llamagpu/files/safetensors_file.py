@@ -1,5 +1,7 @@
-"""Reads safetensors: a JSON header that gives every array's type, shape and place, then the bytes.
-Nothing in the header is trusted: sizes and offsets are checked before memory is taken for them."""
+"""Reads safetensors: a JSON header with the type, shape and offset of every array, then the bytes.
+
+Nothing in the header is trusted: sizes and offsets are checked before memory is allocated for them.
+"""
 
 import json
 import math
@@ -12,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamagpu.errors import BadFile, Unsupported
-from llamagpu.files.gguf_file import AGAIN, show
+from llamagpu.files.gguf_file import REMEDY_REFETCH, shown
 
 # BF16 is the upper half of an f32: its bits, as numpy has no such type
 DTYPES = {
@@ -24,7 +26,7 @@ MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An array in a file; nothing of it is in memory until it is read."""
+    """An array in a file. It is read when `read` is called."""
 
     path: Path
     name: str
@@ -47,7 +49,7 @@ class Stored:
         except OSError as error:
             raise BadFile(f"{self.path}: cannot be read: {error.strerror}", "Check the disk.") from error
         if values.size != count:
-            raise BadFile(f"{self.path}: was cut short while it was being read", AGAIN)
+            raise BadFile(f"{self.path}: was cut short while it was being read", REMEDY_REFETCH)
         return values.reshape(stop - start, *self.shape[1:])
 
 
@@ -63,7 +65,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """The arrays by name, and the file's own notes (__metadata__)."""
 
     def bad(cause: str) -> BadFile:
-        return BadFile(f"{path}: {cause}", AGAIN)
+        return BadFile(f"{path}: {cause}", REMEDY_REFETCH)
 
     try:
         size = path.stat().st_size
@@ -88,17 +90,17 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Stored:
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+        sound = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
     except (KeyError, TypeError, ValueError):
-        whole = False
-    if not whole:
-        raise BadFile(f"{path}: the header's entry for {show(name)} is damaged", AGAIN)
+        sound = False
+    if not sound:
+        raise BadFile(f"{path}: the header's entry for {shown(name)} is damaged", REMEDY_REFETCH)
     if dtype not in DTYPES:
         raise Unsupported(
-            f"{path}: tensor {show(name)} is {show(dtype)}, which is not supported",
+            f"{path}: tensor {shown(name)} is {shown(dtype)}, which is not supported",
             "F32, F16, BF16 and the 4-bit AWQ and GPTQ formats work.",
         )
     stored = Stored(path, name, dtype, shape, base + start)
     if stop - start != stored.nbytes or base + stop > size:
-        raise BadFile(f"{path}: tensor {show(name)} does not fit its place in the file", AGAIN)
+        raise BadFile(f"{path}: tensor {shown(name)} does not fit its place in the file", REMEDY_REFETCH)
     return stored

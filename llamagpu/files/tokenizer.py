@@ -201,9 +201,7 @@ class Tokenizer:
         if id is None:
             return ""
         if not 0 <= id < self.vocab_size:
-            raise LlamaGpuError(
-                f"token id {id} is not in the vocabulary", f"Ids go from 0 to {self.vocab_size - 1}."
-            )
+            raise LlamaGpuError(f"token id {id} is not in the vocabulary", f"Ids go from 0 to {self.vocab_size - 1}.")
         return self._tokens[id]
 
     def token_bytes(self, id: int) -> bytes:

@@ -1,7 +1,7 @@
-"""Dispatches to the queue: one compute pass per batch of steps.
+"""Records plans and submits them: one compute pass for each submission.
 
-The hot path speaks to wgpu's cffi handle (1 us a dispatch against 6 through wgpu-py's objects, which check for errors
-after every call). LLAMAGPU_SAFE=1 records through the objects, so that a validation error raises where it happens.
+The fast path calls wgpu's cffi handle, 1 us a dispatch against 6 through wgpu-py's objects, which check for errors
+after every call. LLAMAGPU_SAFE=1 records through the objects, so that a validation error raises where it happens.
 """
 
 import os
@@ -9,70 +9,70 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import wgpu
+from numpy.typing import NDArray
 from wgpu.backends.wgpu_native import ffi, lib
 
 from llamagpu.errors import DeviceLost
+from llamagpu.gpu.buffers import Buffer
 from llamagpu.gpu.device import Dispatch, Gpu, first_line
 
+REMEDY_RETRY = "try again; if it happens again, update the GPU's driver"
 Launch = tuple[Any, Any, int, int, int]  # pipeline and bind group handles, grid
 
 
 class Plan:
-    """Dispatches that run one after another. Those of a fixed grid are kept as bare handles: nothing but the calls
-    themselves is left to do when they are recorded."""
+    """Dispatches that run one after another. Where all grids are fixed, recording reads a list of bare handles."""
 
     def __init__(self, dispatches: Sequence[Dispatch]) -> None:
-        self.dispatches = tuple(dispatches)  # also keeps every object alive
-        fixed = not any(callable(d.grid) for d in dispatches)
-        self.fixed = self.at(1, 0) if fixed else None
+        self.dispatches = tuple(dispatches)  # keeps every object alive
+        fixed = not any(callable(dispatch.grid) for dispatch in dispatches)
+        self.fixed_launches = self.launches(1, 0) if fixed else None
 
     def __len__(self) -> int:
         return len(self.dispatches)
 
-    def at(self, m: int, pos: int) -> list[Launch]:
-        return [
-            (d.pipeline._internal, d.bind_group._internal, *(d.grid(m, pos) if callable(d.grid) else d.grid))
-            for d in self.dispatches
-        ]
+    def launches(self, rows: int, position: int) -> list[Launch]:
+        return [(d.pipeline._internal, d.bind_group._internal, *d.grid_for(rows, position)) for d in self.dispatches]
 
 
-Step = tuple[Plan, int, int]  # a plan for m tokens from position pos on
+class Step(NamedTuple):
+    """One run of a plan over `rows` token rows, the first of them at `position`."""
 
-
-AGAIN = "try again; if it happens again, update the GPU's driver"
+    plan: Plan
+    rows: int = 1
+    position: int = 0
 
 
 class Pending:
     """A small buffer on its way back from the device."""
 
-    def __init__(self, gpu: Gpu, staging: Any, index: "Future[Any]") -> None:
-        self.gpu, self.staging, self.index = gpu, staging, index
+    def __init__(self, gpu: Gpu, staging: Any, submission: "Future[Any]") -> None:
+        self.gpu, self.staging, self.submission = gpu, staging, submission
 
-    def wait(self) -> np.ndarray[Any, Any]:
-        """Its words, once the submission that wrote it is through (not the ones submitted after it)."""
+    def wait(self) -> NDArray[np.uint32]:
+        """The buffer's words, once the submission that wrote it has completed; later submissions may still run."""
         handle, size = self.staging._internal, self.staging.size
-        index = self.index.result()  # it has been handed in
+        index = self.submission.result()
         status, info = ffi.new("int *", -1), ffi.new("WGPUBufferMapCallbackInfo *")
-        waiting[self] = status, info  # kept until the callback has been: also when a Ctrl-C ends the wait
+        waiting[self] = status, info  # kept alive until the callback has run, also when a Ctrl-C ends the wait
         info.mode = lib.WGPUCallbackMode_AllowProcessEvents
         info.callback = on_mapped
         info.userdata1 = status
         lib.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Read, 0, size, info[0])
-        block = self.gpu.software  # on a GPU that would keep the thread that hands in the next one from the device
+        block = self.gpu.software  # on a GPU a blocking poll would keep the submitting thread from the device
         while status[0] < 0:
             lib.wgpuDevicePoll(self.gpu.device._internal, block, index if block else ffi.NULL)
             if not block and status[0] < 0:
                 time.sleep(5e-5)
         del waiting[self]
         if status[0] != lib.WGPUMapAsyncStatus_Success:
-            raise DeviceLost(f"results could not be read back (map status {status[0]})", AGAIN)
-        words = np.frombuffer(
-            ffi.buffer(lib.wgpuBufferGetConstMappedRange(handle, 0, size), size), np.uint32
-        ).copy()
+            raise DeviceLost(f"results could not be read back (map status {status[0]})", REMEDY_RETRY)
+        mapped = ffi.buffer(lib.wgpuBufferGetConstMappedRange(handle, 0, size), size)
+        words = np.frombuffer(mapped, np.uint32).copy()
         lib.wgpuBufferUnmap(handle)
         self.gpu.staging.append(self.staging)
         if interrupts:
@@ -81,7 +81,7 @@ class Pending:
 
 
 def on_interrupt(kind: Any, error: BaseException, trace: Any) -> None:
-    """A Ctrl-C inside on_mapped would be lost in C: the status is set all the same, and `wait` raises it."""
+    """A Ctrl-C inside on_mapped would be lost in C. The status is set all the same, and Pending.wait raises it."""
     values = trace.tb_frame.f_locals
     ffi.cast("int *", values["result"])[0] = values["status"]
     interrupts.append(error)
@@ -97,47 +97,51 @@ def on_mapped(status: int, message: Any, result: Any, _: Any) -> None:
 
 
 class Recorder:
+    """Records steps and submits them to the device's queue."""
+
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.safe = os.environ.get("LLAMAGPU_SAFE") == "1"
 
-    def submit(self, steps: Sequence[Step], result: Any = None, ahead: bool = False) -> Pending:
-        """Record the steps in one pass and submit it; `result` is copied out for reading back. With `ahead` this is
-        done when the caller may already be recording the next one: nothing else may be given to the queue before it
-        has waited. (wgpu checks and encodes a pass when it is finished, which takes as long as recording it.)"""
-        encoder, staging = self.record(steps, result)
-        return Pending(self.gpu, staging, self.handed(ahead, self.hand_in, encoder))
+    def submit(self, steps: Sequence[Step], result: Buffer | None = None, ahead: bool = False) -> Pending:
+        """Record the steps in one pass and submit it; `result` is copied out for reading back.
 
-    def handed(self, ahead: bool, hand_in: Callable[..., Any], *what: Any) -> "Future[Any]":
+        With `ahead` a worker thread finishes and submits the pass, because wgpu validates and encodes it then, which
+        takes as long as recording it. Until the caller has waited, nothing else may be given to the queue.
+        """
+        encoder, staging = self.record(steps, result)
+        return Pending(self.gpu, staging, self._schedule(ahead, self.finish_and_submit, encoder))
+
+    def _schedule(self, ahead: bool, submit: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         if self.gpu.closed:
-            raise DeviceLost("the model was closed while it wrote a text", "let the text end, or drop it, first")
-        if ahead and not self.gpu.software:  # which needs the cores itself
-            return self.gpu.worker.submit(hand_in, *what)
+            raise DeviceLost("the model was closed while it generated", "let the generation end, or drop it, first")
+        if ahead and not self.gpu.software:  # a software adapter needs the cores itself
+            return self.gpu.submit_worker.submit(submit, *arguments)
         done: Future[Any] = Future()
-        done.set_result(hand_in(*what))
+        done.set_result(submit(*arguments))
         return done
 
-    def settle(self) -> None:
-        """Until all that was submitted ahead is with the queue: also what a Ctrl-C kept from the caller."""
-        with suppress(RuntimeError):  # the worker is shut down: so it has done all
-            self.gpu.worker.submit(int).result()
+    def drain(self) -> None:
+        """Wait until the queue has everything that was submitted ahead, also what a Ctrl-C kept from the caller."""
+        with suppress(RuntimeError):  # the worker is shut down, so it has submitted everything
+            self.gpu.submit_worker.submit(int).result()
 
-    def record(self, steps: Sequence[Step], result: Any, stamps: Any = None) -> tuple[Any, Any]:
-        """The pass in an encoder, and the buffer that `result` is copied to."""
+    def record(self, steps: Sequence[Step], result: Buffer | None, timestamps: Any = None) -> tuple[Any, Any]:
+        """The pass in a command encoder, and the staging buffer that `result` is copied to."""
         encoder = self.gpu.device.create_command_encoder()
-        work = encoder.begin_compute_pass(timestamp_writes=stamps)
+        work = encoder.begin_compute_pass(timestamp_writes=timestamps)
         record = record_safe if self.safe else record_raw
-        for plan, m, pos in steps:
-            record(work, plan, m, pos)
+        for step in steps:
+            record(work, step)
         work.end()
         staging = None
         if result is not None:
-            staging = self.gpu.staging_for(result.size)
+            staging = self.gpu.staging_buffer(result.size)
             encoder.copy_buffer_to_buffer(result, 0, staging, 0, result.size)
         return encoder, staging
 
-    def hand_in(self, encoder: Any) -> Any:
-        """Finish and submit; the submission's index."""
+    def finish_and_submit(self, encoder: Any) -> Any:
+        """Submit what the encoder holds; the index of the submission."""
         try:
             commands = encoder.finish()
             index = ffi.new("WGPUSubmissionIndex *")
@@ -145,24 +149,24 @@ class Recorder:
                 self.gpu.device.queue._internal, 1, ffi.new("WGPUCommandBuffer[]", [commands._internal])
             )
         except (wgpu.GPUError, RuntimeError) as error:
-            raise DeviceLost(f"the device stopped taking work: {first_line(error)}", AGAIN) from error
+            raise DeviceLost(f"the device stopped taking work: {first_line(error)}", REMEDY_RETRY) from error
         return index
 
 
-def record_safe(work: Any, plan: Plan, m: int, pos: int) -> None:
-    for dispatch, launch in zip(plan.dispatches, plan.at(m, pos), strict=True):
+def record_safe(work: Any, step: Step) -> None:
+    for dispatch in step.plan.dispatches:
         work.set_pipeline(dispatch.pipeline)
         work.set_bind_group(0, dispatch.bind_group)
-        work.dispatch_workgroups(*launch[2:])
+        work.dispatch_workgroups(*dispatch.grid_for(step.rows, step.position))
 
 
-def record_raw(work: Any, plan: Plan, m: int, pos: int) -> None:
-    handle = work._internal
+def record_raw(work: Any, step: Step) -> None:
+    handle, null = work._internal, ffi.NULL
     set_pipeline = lib.wgpuComputePassEncoderSetPipeline
     set_bind_group = lib.wgpuComputePassEncoderSetBindGroup
     launch = lib.wgpuComputePassEncoderDispatchWorkgroups
-    null = ffi.NULL
-    for pipeline, bind_group, x, y, z in plan.fixed or plan.at(m, pos):
+    launches = step.plan.fixed_launches or step.plan.launches(step.rows, step.position)
+    for pipeline, bind_group, x, y, z in launches:
         set_pipeline(handle, pipeline)
         set_bind_group(handle, 0, bind_group, 0, null)
         launch(handle, x, y, z)

@@ -1,11 +1,13 @@
-"""WGSL files to pipelines: find a kernel, put its parts before it, set its constants, compile once.
+"""Composes WGSL kernels from their files and compiles them.
 
-A kernel declares every shape as `const NAME: type = default;`; the host sets them by name, so a pipeline is made for
-one shape and the driver sees plain numbers. Declarations of one line (const, struct, binding) may stand in several
-files of a composition: the first is kept.
+A kernel is its parts, in order, followed by the kernel file (kernels/README.md). It declares every shape as
+`const NAME: type = default;`, and the host sets these constants by name, so that a pipeline is made for one shape and
+the driver sees plain numbers. Declarations of one line (const, struct, binding) may stand in several files of a
+composition: the first is kept.
 """
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ Const = int | float | bool
 
 CONST = re.compile(r"^const (\w+): (u32|f32|bool) = ([^;]+);", re.M)
 BINDING = re.compile(r"^@group\(0\) @binding\((\d+)\) var(?:<([^>]+)>)? (\w+):", re.M)
+FUSED_CALLS = re.compile(
+    r"(?<!fn )\b(layer\(\)|slab_index\(\)|wait\(index)"
+)  # answered by unfused.wgsl outside of a fused kernel
 
 
 def kernel_root() -> Path:
@@ -32,24 +37,14 @@ def read(name: str) -> str:
     return kernel_files()[name].read_text()
 
 
-def declared_name(line: str) -> str | None:
-    """The name that a one-line declaration introduces, None for any other line."""
-    if line.startswith("const "):
-        return line[6 : line.index(":")]
-    if line.startswith("struct "):
-        return line.split()[1]
-    found = BINDING.match(line)
-    return found.group(3) if found else None
-
-
-def compose(kernel: str, parts: tuple[str, ...], consts: dict[str, Const]) -> str:
-    """The kernel's whole source: parts in order, the kernel, repeated declarations dropped, constants set."""
+def compose(kernel: str, parts: tuple[str, ...], consts: Mapping[str, Const]) -> str:
+    """The kernel's source: parts, then the kernel file, repeated declarations dropped, constants set."""
     seen: set[str] = set()
     lines = []
-    whole = "\n".join(read(name) for name in (*parts, kernel))
-    if re.search(r"(?<!fn )\b(layer\(\)|slot\(\)|wait\(index)", whole):
-        whole = read("alone") + "\n" + whole
-    for line in whole.splitlines():
+    text = "\n".join(read(name) for name in (*parts, kernel))
+    if FUSED_CALLS.search(text):
+        text = read("unfused") + "\n" + text
+    for line in text.splitlines():
         name = declared_name(line)
         if name in seen:
             continue
@@ -60,34 +55,46 @@ def compose(kernel: str, parts: tuple[str, ...], consts: dict[str, Const]) -> st
     unknown = set(consts) - {found.group(1) for found in CONST.finditer(source)}
     if unknown:
         raise KeyError(f"{kernel}: no constant {', '.join(sorted(unknown))}")
-    return CONST.sub(lambda found: set_const(found, consts), source)
+    return CONST.sub(lambda found: _set_const(found, consts), source)
 
 
-def set_const(found: "re.Match[str]", consts: dict[str, Const]) -> str:
-    name, kind, _ = found.groups()
+def declared_name(line: str) -> str | None:
+    """The name that a declaration of one line introduces; None for any other line."""
+    if line.startswith("const "):
+        return line[6 : line.index(":")]
+    if line.startswith("struct "):
+        return line.split()[1]
+    found = BINDING.match(line)
+    return found.group(3) if found else None
+
+
+def _set_const(found: "re.Match[str]", consts: Mapping[str, Const]) -> str:
+    name, wgsl_type, _ = found.groups()
     if name not in consts:
         return found.group(0)
     value = consts[name]
-    text = (
-        str(bool(value)).lower() if kind == "bool" else repr(float(value)) if kind == "f32" else f"{value:d}u"
-    )
-    return f"const {name}: {kind} = {text};"
+    text = {"bool": str(bool(value)).lower(), "f32": repr(float(value))}.get(wgsl_type) or f"{value:d}u"
+    return f"const {name}: {wgsl_type} = {text};"
 
 
 def constants(name: str) -> dict[str, int]:
-    """The u32 constants of a kernel file that are plain numbers (tile sizes, workgroup size): never typed twice."""
+    """The u32 constants of a kernel file that are plain numbers: tile sizes are read from the file, never typed
+    twice.
+    """
     return {n: int(v[:-1]) for n, kind, v in CONST.findall(read(name)) if kind == "u32" and v[:-1].isdigit()}
 
 
-def bindings(source: str) -> dict[str, int]:
-    """Name -> binding number, for building bind groups by name."""
+def binding_numbers(source: str) -> dict[str, int]:
+    """Name -> binding number, so that bind groups are built by name."""
     return {name: int(number) for number, _, name in BINDING.findall(source)}
 
 
-def create_module(device: Any, source: str, label: str, trusted: bool) -> Any:
-    """A shader module; `trusted` leaves out naga's index clamps and loop guards (a quarter of decode time on an
-    H200). Only for kernels whose indices the host keeps in bounds; LLAMAGPU_TRUSTED=0 turns it off."""
-    if not trusted:
+def create_module(device: Any, source: str, label: str, unchecked: bool) -> Any:
+    """A shader module. `unchecked` drops naga's index clamps and loop guards, a quarter of decode time on an H200.
+
+    That is only for kernels whose indices the host keeps in bounds. LLAMAGPU_UNCHECKED=0 turns it off.
+    """
+    if not unchecked:
         return device.create_shader_module(code=source, label=label)
     from wgpu.backends.wgpu_native import ffi, lib
     from wgpu.backends.wgpu_native._api import GPUShaderModule

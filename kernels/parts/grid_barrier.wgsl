@@ -1,0 +1,55 @@
+// Grid barrier of a fused kernel (gpu/fuse.py): a workgroup arrives after its stores, and waits before it loads what
+// others have stored. Every invocation must call both. A wait without an arrival before it returns at once. Arrivals
+// are counted and never reset, so that the number of an arrival says which barrier it belongs to.
+// No cache line may be read before all of it has been written: a workgroup may keep it in a cache that a fence does not
+// clear. Where in a line a buffer begins is unknown, so inter-stage buffers have LINE_PADDING words before, between and
+// after the rows of layers.
+// A wait ends without a fence, which would hold up the weights in flight (12 % of SmolLM2's token on an H200). Instead,
+// indices read after the barrier add opaque_zero(), so that the compiler cannot hoist the loads: it is 0, but not known
+// before the wait is over.
+// Needs WORKGROUPS (a power of two) workgroups that run at the same time. Where they do not, a wait times out after
+// spin_limit spins, and the results are wrong.
+const WORKGROUPS: u32 = 1u;
+const LINE_PADDING: u32 = 64u;  // words, more than a cache line
+const SUBGROUP: u32 = 32u;      // lanes of a subgroup, as probed
+struct GridBarrier { arrivals: atomic<u32>, timed_out: atomic<u32>, spin_limit: u32 }  // spin_limit: loads of arrivals in one wait, about 0.5 us each
+@group(0) @binding(0) var<storage, read_write> grid_barrier: GridBarrier;
+const LAYER_ROWS: u32 = 1u;
+@group(0) @binding(1) var<uniform> layers: array<vec4<u32>, LAYER_ROWS>;  // [0].x: number of layers; then a row for each layer, see gpu/fuse.py
+var<private> arrived: bool = false;
+var<private> goal: u32;  // arrivals at which the wait is over
+var<private> layer_index: u32;
+var<workgroup> zero_shared: u32;  // opaque zero, see above
+var<private> zero: u32;
+var<private> current_slab: u32;
+fn layer() -> u32 { return layer_index; }
+fn slab_index() -> u32 { return current_slab; }
+fn row_index(row: u32) -> u32 { return 0u; }  // a fused step has one row; a constant index keeps the load off the critical path
+fn barrier_begin(lanes: u32, index: u32) {  // a driver may choose another subgroup size for so large a kernel
+  if (lanes != SUBGROUP && index == 0u) { atomicStore(&grid_barrier.timed_out, 1u); }
+}
+fn arrive(index: u32) {
+  storageBarrier();
+  if (index == 0u) { goal = (atomicAdd(&grid_barrier.arrivals, 1u) / WORKGROUPS + 1u) * WORKGROUPS; }
+  arrived = true;
+}
+fn wait(index: u32) {
+  if (!arrived) { return; }
+  arrived = false;
+  if (index == 0u) {
+    var spins = 0u;
+    var seen = atomicLoad(&grid_barrier.arrivals);
+    while (i32(seen - goal) < 0) {
+      spins++;
+      if (spins % 1024u == 0u && (spins >= grid_barrier.spin_limit || atomicLoad(&grid_barrier.timed_out) != 0u)) {
+        atomicStore(&grid_barrier.timed_out, 1u);
+        break;
+      }
+      seen = atomicLoad(&grid_barrier.arrivals);
+    }
+    zero_shared = (seen - goal + WORKGROUPS) >> 31u;  // 0, since no workgroup is a whole barrier behind; the compiler cannot know that
+  }
+  workgroupBarrier();
+  zero = zero_shared;
+}
+fn opaque_zero() -> u32 { return zero; }

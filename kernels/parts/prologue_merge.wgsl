@@ -1,0 +1,52 @@
+// Role prologue: the inputs of a linear of one token = the merged splits of attend_split (see attend_merge). Every
+// workgroup computes them for itself, which saves a dispatch. Every invocation must call run_prologue.
+// Needs K % 32 == 0, HEAD_DIM % 8 == 0, WORKGROUP % 4 == 0.
+// Parts: prologue_f32 or prologue_int8, split_count_*; grid_barrier (or unfused).
+const K: u32 = 32u;
+const HEAD_DIM: u32 = 32u;
+const INPUTS_READY: bool = false;  // the inputs are still in workgroup memory from an earlier stage
+const WORKGROUP: u32 = 64u;
+const HEADS: u32 = K / HEAD_DIM;
+@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;      // [layers, HEADS, splits, HEAD_DIM], padded after each layer
+@group(0) @binding(9) var<storage, read> stats: array<vec2<f32>>;  // [layers, HEADS, splits] (top, total), padded after each layer
+fn run_prologue(index: u32) {
+  if (INPUTS_READY) { return; }
+  wait(index);
+  let splits = split_count();
+  for (var i0 = 0u; i0 < K / 8u; i0 += WORKGROUP) {  // eight values each; the same iterations for all invocations
+    let i = min(i0 + index, K / 8u - 1u);
+    let first = opaque_zero() + (layer() * HEADS + 8u * i / HEAD_DIM) * splits;
+    var a = vec4<f32>();
+    var b = vec4<f32>();
+    var top = -1e30;
+    var total = 0.0;
+    for (var s0 = 0u; s0 < splits; s0 += 4u) {  // four at a time: one wait for memory
+      var stat: array<vec2<f32>, 4>;
+      var va: array<vec4<f32>, 4>;
+      var vb: array<vec4<f32>, 4>;
+      for (var s = 0u; s < 4u; s++) {
+        let split = min(s0 + s, splits - 1u);
+        let j = (layer() * LINE_PADDING + (first + split) * HEAD_DIM + 8u * i % HEAD_DIM) / 4u;
+        stat[s] = stats[layer() * (LINE_PADDING / 2u) + first + split];
+        va[s] = x[j];
+        vb[s] = x[j + 1u];
+      }
+      var new_top = top;
+      for (var s = 0u; s < 4u; s++) { new_top = max(new_top, stat[s].x); }
+      let rescale = exp(top - new_top);
+      a *= rescale;
+      b *= rescale;
+      total *= rescale;
+      top = new_top;
+      for (var s = 0u; s < 4u; s++) {
+        let f = select(0.0, exp(stat[s].x - top), s0 + s < splits);
+        a += va[s] * f;
+        b += vb[s] * f;
+        total += stat[s].y * f;
+      }
+    }
+    store_inputs(a / total, b / total, i, index, i0 + index < K / 8u);
+  }
+  workgroupBarrier();
+}
+fn output_scale() -> f32 { return 1.0; }

@@ -1,0 +1,91 @@
+"""Benchmark rows as a picture: speed over depth or batch, and a roofline. Needs the extra `plot`."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from llamagpu.bench.report import Row, test_name
+from llamagpu.errors import LlamaGpuError
+from llamagpu.profile.profile import Profile, totals
+
+AXES = {"n_depth": "tokens in the cache", "n_ubatch": "tokens per step (-ub)", "n_prompt": "prompt tokens"}
+
+
+def need_matplotlib() -> Any:
+    """matplotlib's Figure class; pyplot would look for a display."""
+    try:
+        return import_module("matplotlib.figure").Figure
+    except ImportError:
+        raise LlamaGpuError("--plot needs matplotlib", "pip install 'llamagpu[plot]'") from None
+
+
+def plot(rows: Sequence[Row], profiles: Sequence[Profile], path: Path) -> None:
+    figure = need_matplotlib()(figsize=(13, 5.5), layout="constrained")
+    speed, roof = figure.subplots(1, 2)
+    speeds(speed, rows)
+    roofline(roof, profiles)
+    figure.suptitle(f"{rows[0]['adapter']}, {rows[0]['driver']}")
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the ending
+        raise LlamaGpuError(
+            f"cannot write {path}: {error}", "give a file name that ends in .png, .svg or .pdf"
+        ) from error
+
+
+def axis_of(rows: Sequence[Row]) -> str | None:
+    """The field that varies; None if only the prompt and generation lengths do."""
+    for field in ("n_depth", "n_ubatch", "n_prompt"):
+        values = {row[field] for row in rows if row[field] or field == "n_depth"}
+        if len(values) > 1:
+            return field
+    return None
+
+
+def speeds(axes: Any, rows: Sequence[Row]) -> None:
+    field = axis_of(rows)
+    axes.set_ylabel("tokens per second")
+    if field is None:
+        names = [f"{row['model_type']}\n{test_name(row)}" for row in rows]
+        axes.bar(names, [row["avg_ts"] for row in rows], yerr=[row["stddev_ts"] for row in rows], capsize=4)
+        axes.tick_params(axis="x", labelsize=8)
+        return
+    series: dict[str, list[Row]] = {}
+    for row in rows:
+        base = test_name(row | {"n_depth": 0} if field == "n_depth" else row)
+        name = "pp" if field == "n_prompt" and not row["n_gen"] else base
+        series.setdefault(f"{row['model_type']} {name}", []).append(row)
+    for name, members in series.items():
+        members.sort(key=lambda row: int(row[field]))
+        x, y, error = ([row[f] for row in members] for f in (field, "avg_ts", "stddev_ts"))
+        axes.errorbar(x, y, yerr=error, marker="o", capsize=3, label=name)
+    axes.set_yscale("log")
+    axes.set_xlabel(AXES[field])
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def roofline(axes: Any, profiles: Sequence[Profile]) -> None:
+    """Every linear and attention as a point: operations per byte against operations per second."""
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
+    axes.grid(alpha=0.3, which="both")
+    for profile in profiles[:1]:
+        span = [0.5, 4000.0]
+        for name, peak, style in (("f32", profile.f32_peak, "-"), ("int8", profile.int8_peak, "--")):
+            bends = sorted([*span, peak / profile.copy])
+            axes.plot(
+                bends,
+                [min(x * profile.copy, peak) / 1e12 for x in bends],
+                style,
+                color="grey",
+                label=f"{name} roof",
+            )
+    for profile in profiles:
+        for phase, marker in zip(profile.phases, "os", strict=False):
+            found = [t for t in totals(phase.timings, "op") if t.flops and t.net_ns]
+            points = [(t.flops / t.bytes, t.flops / t.net_ns / 1e3) for t in found]
+            axes.scatter(*zip(*points, strict=True), marker=marker, label=f"{profile.model}, {phase.name}")
+            for t, point in zip(found, points, strict=True):
+                axes.annotate(t.name.split(" (")[0], point, fontsize=7, xytext=(4, 2), textcoords="offset points")
+    axes.legend(fontsize=7, loc="lower right")

@@ -1,0 +1,292 @@
+"""`bench`, with llama-bench's options, formats and columns, and `bench kernels`."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from llamagpu.cli import options as o
+from llamagpu.cli.terminal import Usage, interruptible, log, progress_line, status_line, write
+from llamagpu.engine.options import KvType
+
+if TYPE_CHECKING:
+    from llamagpu.bench.bench import Probe
+    from llamagpu.bench.report import Row
+    from llamagpu.engine.engine import Engine
+    from llamagpu.engine.load import Source
+    from llamagpu.profile.profile import Profile
+
+# llama-bench's options that have no meaning here; each takes a value
+IGNORED_OPTIONS = (
+    "-ngl --n-gpu-layers -t --threads -C --cpu-mask --cpu-strict --poll -ncmoe --n-cpu-moe -sm --split-mode "
+    "-mg --main-gpu -nkvo --no-kv-offload -lm --load-mode -mmp --mmap -dio --direct-io -embd --embeddings "
+    "-ts --tensor-split -ot --override-tensor -nopo --no-op-offload --no-host -fitt --fit-target -fitc "
+    "--fit-ctx --numa --prio -rpc --rpc"
+)
+IGNORED = set(IGNORED_OPTIONS.split())
+FORMATS = ("csv", "json", "jsonl", "md", "sql", "none")
+Names = list[str] | None
+
+
+class BenchGroup(TyperGroup):
+    """Accepts the options of llama-bench that have no meaning here, and says that they are ignored."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        kept, dropped = [], []
+        rest = iter(args)
+        for arg in rest:
+            name = arg.partition("=")[0].replace("_", "-") if arg.startswith("--") else arg
+            if name not in IGNORED:
+                kept.append(arg)
+                continue
+            dropped.append(name)
+            if "=" not in arg:
+                next(rest, None)
+        if dropped:
+            log(f"ignored, there is nothing to set here: {' '.join(dict.fromkeys(dropped))}")
+        return super().parse_args(ctx, kept)
+
+
+bench_app = typer.Typer(cls=BenchGroup, invoke_without_command=True, rich_markup_mode=None)
+
+
+SYNTHETIC_HELP = "NAME[:QUANT]: a real model's shapes with random weights, no file (default: none)."
+
+
+@bench_app.callback()
+def bench(
+    context: typer.Context,
+    model: Annotated[Names, typer.Option("-m", "--model", help="GGUF files or names (default: smollm2).")] = None,
+    hf_repo: Annotated[
+        Names, typer.Option("-hf", "-hfr", "--hf-repo", help="Hugging Face repositories: user/repo[:QUANT].")
+    ] = None,
+    hf_file: Annotated[str, typer.Option("-hff", "--hf-file", help="File in the repository of -hf.")] = "",
+    hf_token: Annotated[str, typer.Option("-hft", "--hf-token", help="Access token for Hugging Face.")] = "",
+    synthetic: Annotated[Names, typer.Option("--synthetic", help=SYNTHETIC_HELP)] = None,
+    n_prompt: Annotated[Names, typer.Option("-p", "--n-prompt", help="Prompt tokens (default: 512).")] = None,
+    n_gen: Annotated[Names, typer.Option("-n", "--n-gen", help="Generated tokens (default: 128).")] = None,
+    n_pg: Annotated[Names, typer.Option("-pg", help="PP,TG: a prompt and then generated tokens.")] = None,
+    n_depth: Annotated[
+        Names, typer.Option("-d", "--n-depth", help="Tokens in the KV cache before each case (default: 0).")
+    ] = None,
+    batch: Annotated[Names, typer.Option("-b", "--batch-size", help="Upper limit of -ub (default: 2048).")] = None,
+    ubatch: Annotated[
+        Names,
+        typer.Option(
+            *("-ub", "--ubatch-size"),
+            help="Prompt tokens per step (default: 1024 with precision fast on GPUs, else 512).",
+        ),
+    ] = None,
+    type_k: Annotated[
+        Names, typer.Option("-ctk", "--cache-type-k", help="KV cache type: f16 or f32 (default: the adapter's better).")
+    ] = None,
+    type_v: Annotated[Names, typer.Option("-ctv", "--cache-type-v", help="The same as -ctk.")] = None,
+    flash_attn: Annotated[str, typer.Option("-fa", "--flash-attn", help="Always on here.")] = "",
+    precision: o.PrecisionOption = None,
+    device: o.DeviceOption = None,
+    list_devices: Annotated[bool, typer.Option("--list-devices", help="Print the adapters and end.")] = False,
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Repetitions of each case.")] = 5,
+    delay: Annotated[float, typer.Option("--delay", min=0, help="Seconds of rest before each case.")] = 0,
+    no_warmup: Annotated[bool, typer.Option("--no-warmup", help="Do not run each case once before.")] = False,
+    progress: Annotated[bool, typer.Option("--progress", help="Print on stderr which case runs.")] = False,
+    output: Annotated[str, typer.Option("-o", "--output", help="Output format: csv, json, jsonl, md or sql.")] = "md",
+    output_err: Annotated[str, typer.Option("-oe", "--output-err", help="A second output, to stderr.")] = "none",
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw speeds and a roofline to this file (default: none).")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print also where the time went.")] = False,
+    offline: o.OfflineOption = False,
+    quiet: o.QuietOption = False,
+    debug: o.DebugOption = False,
+) -> None:
+    """Measure tokens per second, with llama-bench's options, formats and columns.
+
+    Options with several values take commas, repeats and ranges: 1,2 and 128-512, 0-4096+1024, 1-64*2.
+    """
+    if context.invoked_subcommand:
+        return
+    if list_devices:
+        from llamagpu import devices
+
+        return write("\n".join(devices.device_lines(devices.list_devices(device))) + "\n")
+    from llamagpu import markdown
+    from llamagpu.bench import plot as picture
+    from llamagpu.bench import report
+    from llamagpu.bench.bench import BenchOptions
+    from llamagpu.bench.bench import bench as measure
+    from llamagpu.bench.cases import make_cases, numbers
+
+    cases = make_cases(
+        prompts=numbers(n_prompt or ["512"]),
+        gens=numbers(n_gen or ["128"]),
+        pairs=[pair(text) for text in n_pg or []],
+        depths=numbers(n_depth or ["0"]),
+        batches=numbers(batch or ["2048"], 1),
+        ubatches=numbers(ubatch, 1) if ubatch else [0],
+        kv_types=kv_types(type_k, type_v),
+    )
+    given = {"n_batch": batch, "n_ubatch": ubatch, "type_k": type_k, "type_v": type_v, "devices": device}
+    shown = [name for name, value in (given | {"flash_attn": flash_attn}).items() if value]
+    outputs = [(write, choice(output, FORMATS, "-o")), (write_err, choice(output_err, FORMATS, "-oe"))]
+    printers = [(put, report.printer(name, shown)) for put, name in outputs if name != "none"]
+    if plot:
+        picture.need_matplotlib()
+    if hf_token:
+        os.environ["HF_TOKEN"] = hf_token
+    if flash_attn in ("0", "off"):
+        log("ignored: -fa off (attention never makes a matrix of scores here)")
+    chosen = sources(model, hf_repo, hf_file, synthetic, offline, quiet)
+    options = BenchOptions(repetitions, delay, not no_warmup, precision, device)
+    rows: list[Row] = []
+    profiles: list[Profile] = []
+    with interruptible() as check:
+        for source in chosen:
+            status_line(f"{source}: preparing", quiet)
+            probe = roofline_probe(source, profiles) if plot else None
+            tick = counting(check, f"{source}: run", quiet)
+            measured = measure(source, cases, options, tick, progress_line("loading", quiet, check), probe)
+            for row in announced(measured, source, len(cases), progress):
+                status_line("", quiet)
+                for put, printer in printers:  # no header before an error of the first row
+                    put(("" if rows else printer.header()) + printer.row(row))
+                rows.append(row)
+                if not quiet:
+                    log(report.aside(row))
+    for put, printer in printers:
+        put(("" if rows else printer.header()) + printer.footer())
+    if verbose and output == "md":
+        write("\n" + markdown.table(report.DETAILS, [report.details(row) for row in rows], left=2))
+        write("".join(f"\n{line}\n" for line in dict.fromkeys(map(report.conditions, rows))))
+    if plot:
+        picture.plot(rows, profiles, plot)
+
+
+def write_err(text: str) -> None:
+    if sys.stderr is not None:
+        print(text, end="", file=sys.stderr, flush=True)
+
+
+def counting(check: Callable[[], None], label: str, quiet: bool) -> Callable[[], None]:
+    """`check` with a status line that counts the calls. Every repetition of a case calls it; one may take minutes."""
+    runs = count(1)
+
+    def tick() -> None:
+        check()
+        status_line(f"{label} {next(runs)}", quiet)
+
+    return tick
+
+
+def announced(rows: "Iterator[Row]", source: "Source", count: int, wanted: bool) -> "Iterator[Row]":
+    for i in range(count):
+        if wanted:
+            log(f"llamagpu bench: {source}: benchmark {i + 1}/{count}: starting")
+        yield next(rows)
+    next(rows, None)  # frees the memory
+
+
+def roofline_probe(source: "Source", found: "list[Profile]") -> "Probe":
+    """Profiles one engine of the model for the plot."""
+
+    def probe(engine: "Engine", copy: float) -> None:
+        from llamagpu.profile.profile import profile
+
+        name = source.name if isinstance(source, Path) else source
+        rows = min(engine.model.chunk, engine.settings.context - 8)
+        found.append(profile(engine, name, rows, 4, 0, copy))
+
+    return probe
+
+
+# Arguments of the measuring commands
+
+
+def choice(value: str, known: Sequence[str], option: str) -> str:
+    if value not in known:
+        raise Usage(f"{option} {value}: there is no such thing", f"choose {', '.join(known)}")
+    return value
+
+
+def pair(text: str) -> tuple[int, int]:
+    first, _, second = text.partition(",")
+    if not (first.isdigit() and second.isdigit()):
+        raise Usage(f"-pg {text}: it takes two numbers", "such as -pg 512,128")
+    return int(first), int(second)
+
+
+def split(texts: Names) -> list[str]:
+    return [part for text in texts or [] for part in text.split(",") if part]
+
+
+def kv_types(k: Names, v: Names) -> list[KvType | None]:
+    """llama-bench varies the types of keys and values independently; here they have one type."""
+    keys, values = (
+        [KvType(choice(name, tuple(KvType), "-ctk")) for name in split(texts)] for texts in (k or v, v or k)
+    )
+    if keys != values:
+        raise Usage("keys and values are cached in one type here", "give -ctk and -ctv the same list")
+    return [*keys] or [None]
+
+
+def sources(model: Names, hf_repo: Names, hf_file: str, synthetic: Names, offline: bool, quiet: bool) -> "list[Source]":
+    """The synthetic models, then the files, which are fetched if they have to be. Without any it is smollm2."""
+    from llamagpu.engine.synthetic import parse
+    from llamagpu.hub.registry import resolve
+
+    names = split(synthetic)
+    for name in names:
+        parse(name)
+    specs = split(model) + [f"hf:{repo}/{hf_file}" if hf_file else f"hf:{repo}" for repo in split(hf_repo)]
+    if not specs and not names:
+        specs = ["smollm2"]
+    return [*names, *(resolve(spec, progress=not quiet, offline=offline) for spec in specs)]
+
+
+@bench_app.command("kernels")
+def kernels(
+    op: Annotated[
+        Names, typer.Option("--op", help="gemm, gemv, loads, norm, fused or attend (default: all of them).")
+    ] = None,
+    shape: Annotated[
+        Names, typer.Option("--shape", help="Names as for --synthetic, or NxK (default: by the adapter).")
+    ] = None,
+    tokens: Annotated[
+        Names, typer.Option("--tokens", help="Token rows of a prompt (default: 32,128,512; on a CPU 32).")
+    ] = None,
+    output: Annotated[str, typer.Option("-o", "--output", help="Output format: md, json or jsonl.")] = "md",
+    device: o.DeviceOption = None,
+    quiet: o.QuietOption = False,
+    debug: o.DebugOption = False,
+) -> None:
+    """Measure each specialised kernel against its naive baseline: GPU time, ratio, error against float64."""
+    from llamagpu.bench import kernels as kb
+    from llamagpu.bench.cases import numbers
+    from llamagpu.gpu.device import Gpu
+
+    choice(output, ("md", "json", "jsonl"), "-o")
+    wanted = [choice(name, tuple(kb.OPS), "--op") for name in split(op) or kb.OPS]
+    given = numbers(tokens, 1) if tokens else []
+    shapes = [kb.check_shape(name) for name in split(shape)]
+    with interruptible() as check, closing(Gpu.open(device)) as gpu:
+        rows = []
+        shapes = shapes or (["smollm2"] if gpu.software else ["llama-3.2-1b", "llama-3.1-8b"])
+        row_counts = given or (kb.TOKENS[:1] if gpu.software else kb.TOKENS)  # a CPU takes minutes for 512
+        for row in kb.kernel_bench(gpu, wanted, shapes, row_counts):
+            check()
+            rows.append(row)
+            if output == "jsonl":
+                write(json.dumps(asdict(row)) + "\n")
+            elif not quiet:
+                log(row.line())
+    if output == "json":
+        write(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    elif output == "md":
+        write(kb.markdown(rows))

@@ -1,0 +1,184 @@
+"""The `generate` command: encode the prompt, stream the text, sum up."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llamagpu.cli import options as o
+from llamagpu.cli.models import find_model, open_model
+from llamagpu.cli.terminal import (
+    Interrupted,
+    Usage,
+    check_folder,
+    has_content,
+    interruptible,
+    log,
+    progress_line,
+    read_text,
+    write,
+)
+from llamagpu.engine.options import EngineOptions
+
+if TYPE_CHECKING:
+    from llamagpu.engine.sampler import Sampling
+    from llamagpu.llama import Generation, Llama, Message
+
+
+def generate(
+    model: o.ModelOption = "smollm2",
+    hf_repo: o.HfOption = None,
+    prompt: o.PromptOption = None,
+    file: o.FileOption = None,
+    predict: o.PredictOption = -1,
+    ctx_size: o.ContextOption = 0,
+    temp: o.TempOption = 0.8,
+    top_k: o.TopKOption = 40,
+    top_p: o.TopPOption = 0.95,
+    min_p: o.MinPOption = 0.05,
+    repeat_penalty: o.PenaltyOption = 1.0,
+    repeat_last_n: o.LastNOption = 64,
+    seed: o.SeedOption = -1,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", "-r", "--reverse-prompt", help="End before this text; may be repeated."),
+    ] = None,
+    ignore_eos: Annotated[bool, o.option("--ignore-eos", help="Continue after the model's end token.")] = False,
+    raw: Annotated[
+        bool, o.option("--raw", "-no-cnv", help="Continue the text as it is, without the chat template.")
+    ] = False,
+    system: o.SystemOption = None,
+    ubatch: o.UbatchOption = None,
+    cache_type: o.CacheOption = None,
+    prompt_cache: o.PromptCacheOption = None,
+    prompt_cache_ro: o.PromptCacheRoOption = False,
+    precision: o.PrecisionOption = None,
+    device: o.DeviceOption = None,
+    offline: o.OfflineOption = False,
+    as_json: o.JsonOption = False,
+    quiet: o.QuietOption = False,
+    verbose: o.VerboseOption = False,
+    debug: o.DebugOption = False,
+) -> None:
+    """Generate text from -p, -f or standard input and stream it to stdout."""
+    text = read_text(prompt, file)
+    if prompt_cache_ro and not prompt_cache:
+        raise Usage("--prompt-cache-ro is given without a file", "name it with --prompt-cache FILE")
+    if prompt_cache and not prompt_cache_ro:
+        check_folder(prompt_cache)
+    path = find_model(model, hf_repo, offline, quiet)
+    options = EngineOptions(device, ctx_size or None, ubatch, cache_type, precision)
+    with interruptible() as check:
+        llama = open_model(path, options, quiet, verbose, check)
+        if prompt_cache and (prompt_cache_ro or has_content(prompt_cache)):
+            restored = llama.load_prompt(prompt_cache, progress_line("restoring prompt", quiet, check))
+            if verbose:
+                log(f"{prompt_cache}: {restored} tokens restored in {llama.load_times.prompt_s:.2f} s")
+        run = llama.generate(
+            encode(llama, text, system, raw),
+            max_tokens=predict,
+            sampling=sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, verbose),
+            stop=stop or [],
+            ignore_eos=ignore_eos,
+            progress=progress_line("reading prompt", quiet, check),
+        )
+        stream(run, check, shown=not as_json)
+        if as_json:
+            write(json.dumps(result(run), ensure_ascii=False) + "\n")
+        elif not quiet:
+            log(summary(run))
+    if prompt_cache and not prompt_cache_ro:
+        save_prompt(run, prompt_cache, quiet)
+    if run.finish_reason == "interrupted":
+        raise typer.Exit(Interrupted.exit_code)
+
+
+def encode(llama: "Llama", text: str, system: str | None, raw: bool) -> list[int]:
+    """An instruct model gets its chat template. A base model, or --raw, gets the text as it is."""
+    if not raw and llama.tokenizer.chat_template is not None:
+        return llama.encode_chat([*system_message(system), {"role": "user", "content": text}])
+    if system:
+        reason = "--raw leaves that out" if raw else "this model has none"
+        raise Usage(f"--system goes into the chat template, and {reason}", "put it into the prompt")
+    return llama.tokenizer.encode(text)
+
+
+def system_message(text: str | None) -> "list[Message]":
+    return [{"role": "system", "content": text}] if text else []
+
+
+def sampling(
+    temp: float, top_k: int, top_p: float, min_p: float, penalty: float, last_n: int, seed: int, verbose: bool
+) -> "Sampling":
+    from llamagpu.engine.sampler import Sampling
+
+    if seed < 0:
+        seed = int.from_bytes(os.urandom(4), "little")
+    if verbose and temp > 0:
+        log(f"seed {seed}")
+    return Sampling(temp, top_k, top_p, min_p, penalty, last_n, seed)
+
+
+def stream(run: "Generation", check: Callable[[], None], shown: bool = True) -> None:
+    """Write tokens as they come, then one newline. Ctrl-C ends the generation."""
+    try:
+        for token in run:
+            if shown and token.text:
+                write(token.text)
+            check()
+    except Interrupted:
+        run.finish_reason = "interrupted"
+    if shown:
+        write("\n")
+
+
+def result(run: "Generation") -> dict[str, object]:
+    """What --json prints."""
+    t = run.timings
+    timings = {
+        "load_s": run.llama.load_times.total_s,
+        "first_token_s": t.first_token_s,
+        "prompt_tokens": t.prompt_tokens,
+        "cached_tokens": t.cached_tokens,
+        "prefill_tps": t.prefill_tps,
+        "tokens": t.tokens,
+        "decode_tps": t.decode_tps,
+    }
+    return {
+        "prompt_ids": run.prompt_ids,
+        "ids": run.ids,
+        "text": run.text,
+        "finish_reason": run.finish_reason,
+        "timings": timings,
+    }
+
+
+def summary(run: "Generation") -> str:
+    """One line of times and speeds, without those that were not measured."""
+    t = run.timings
+    cached = f" ({t.cached_tokens} from the cache)" if t.cached_tokens else ""
+    speed = f", {t.prefill_tps:.1f} tok/s" if t.prefill_s else ""
+    fields = [f"load {run.llama.load_times.total_s:.2f} s", f"prompt {t.prompt_tokens} tokens{cached}{speed}"]
+    if t.tokens:
+        fields.append(f"first token {t.first_token_s:.2f} s")
+    if t.tokens > 1:
+        fields.append(f"{t.tokens} tokens, {t.decode_tps:.1f} tok/s")
+    if run.finish_reason == "context":
+        fields.append(f"the context of {run.llama.context} is full")
+    if run.finish_reason == "interrupted":
+        fields.append("interrupted")
+    return " | ".join(fields)
+
+
+def save_prompt(run: "Generation", path: Path, quiet: bool) -> None:
+    """Write the prompt cache if the whole prompt was read and the file lacks some of it.
+
+    The last token is computed in every run, so it is never from the cache.
+    """
+    times = run.timings
+    if times.prefill_s and (times.cached_tokens < times.prompt_tokens - 1 or not path.exists()):
+        with interruptible() as check:
+            run.llama.save_prompt(path, times.prompt_tokens, progress_line("saving prompt", quiet, check))

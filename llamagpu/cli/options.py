@@ -1,0 +1,113 @@
+"""The options that several commands share: names, limits and help, each written once."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llamagpu.engine.options import KvType, Precision
+
+
+def option(*names: str, help: str, **more: Any) -> Any:
+    """An option that also has an environment variable: LLAMAGPU_ and its first long name in capitals."""
+    long_name = next(name for name in names if name.startswith("--"))
+    variable = "LLAMAGPU_" + long_name[2:].upper().replace("-", "_")
+    return typer.Option(*names, help=help, envvar=variable, show_envvar=False, **more)
+
+
+def set_debug(wanted: bool) -> None:
+    if wanted:
+        os.environ["LLAMAGPU_DEBUG"] = "1"
+
+
+ModelOption = Annotated[
+    str, option("-m", "--model", help="Model: a GGUF file, a name (`llamagpu models`), or hf:user/repo[:QUANT].")
+]
+HfOption = Annotated[
+    str | None, typer.Option("-hf", "--hf-repo", help="Hugging Face repository: user/repo[:QUANT] (default: -m).")
+]
+OfflineOption = Annotated[bool, option("--offline", help="Use only models in the cache.")]
+DeviceOption = Annotated[
+    str | None,
+    option(
+        "-dev", "--device", help="Adapter: number or part of its name, see `llamagpu devices` (default: the first GPU)."
+    ),
+]
+PromptOption = Annotated[
+    str | None, typer.Option("-p", "--prompt", help="Text; - reads standard input (default: -, if it is piped).")
+]
+FileOption = Annotated[
+    str | None, typer.Option("-f", "--file", help="File with the text; - reads standard input (default: none).")
+]
+PredictOption = Annotated[
+    int,
+    option(
+        *("-n", "--predict", "--n-predict", "--max-tokens"),
+        min=-1,
+        help="Most new tokens; -1: until the model or the context ends.",
+    ),
+]
+ContextOption = Annotated[
+    int, option("-c", "--ctx-size", min=0, help="Context length in tokens; 0: grows with the text, up to the model's.")
+]
+TempOption = Annotated[float, option("--temp", min=0, help="Sampling temperature; 0: greedy.")]
+TopKOption = Annotated[int, option("--top-k", min=0, help="Sample from the k likeliest tokens; 0: from all.")]
+TopPOption = Annotated[
+    float,
+    option(
+        "--top-p", min=0, max=1, help="Sample from the likeliest tokens that together have this probability; 1: all."
+    ),
+]
+MinPOption = Annotated[
+    float,
+    option(
+        "--min-p", min=0, max=1, help="Exclude tokens below this fraction of the likeliest one's probability; 0: none."
+    ),
+]
+PenaltyOption = Annotated[
+    float, option("--repeat-penalty", min=0.01, help="Penalty on tokens of the recent text; 1: none.")
+]
+LastNOption = Annotated[
+    int, option("--repeat-last-n", min=0, help="Number of recent tokens that the penalty applies to.")
+]
+SeedOption = Annotated[int, option("-s", "--seed", help="Seed of sampling; -1: a new one for each run.")]
+SystemOption = Annotated[
+    str | None,
+    option("-sys", "--system", "--system-prompt", help="System message for the chat template (default: none)."),
+]
+UbatchOption = Annotated[
+    int | None,
+    option(
+        *("-ub", "--ubatch-size"),
+        min=1,
+        help="Prompt tokens per step (default: 1024 with precision fast on GPUs, else 512).",
+    ),
+]
+CacheOption = Annotated[
+    KvType | None,
+    option(
+        *("-ctk", "-ctv", "--cache-type"),
+        help="KV cache type: f16 or f32 (default: f16 on GPUs with native f16, else f32).",
+    ),
+]
+PromptCacheOption = Annotated[
+    Path | None,
+    option(
+        *("--prompt-cache", "--prompt-cache-file"),
+        help="File that stores the KV cache of the prompt for the next run (default: none).",
+    ),
+]
+PromptCacheRoOption = Annotated[bool, option("--prompt-cache-ro", help="Read --prompt-cache, but do not write it.")]
+PrecisionOption = Annotated[
+    Precision | None,
+    option(
+        "--precision",
+        help="Activations in int8 (fast) or f32 (high) (default: fast on NVIDIA, AMD and Intel GPUs, else high).",
+    ),
+]
+JsonOption = Annotated[bool, option("--json", help="Print JSON on stdout.")]
+QuietOption = Annotated[bool, option("-q", "--quiet", help="Print nothing but errors on stderr.")]
+VerboseOption = Annotated[bool, option("-v", "--verbose", help="Print the memory plan and the times of loading.")]
+DebugOption = Annotated[bool, option("--debug", help="Print a traceback on errors.", callback=set_debug)]
+NameArgument = Annotated[str, typer.Argument(help="A name from `llamagpu models`, or hf:user/repo[:QUANT].")]

@@ -1,0 +1,272 @@
+"""A Hugging Face folder: config.json as GGUF metadata, the tensors of its files by GGUF name, the tokenizer."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import MODEL_ARCH_NAMES, Keys, TensorNameMap, get_tensor_name_map
+from numpy.typing import NDArray
+
+from llamagpu.convert.awq_gptq import QuantisationConfig, QuantisedMatrix
+from llamagpu.convert.source import Source, Tensor, float_tensor
+from llamagpu.convert.vocab import read_json, vocabulary
+from llamagpu.errors import BadFile, Unsupported
+from llamagpu.files.architectures import REMEDY_ARCHITECTURE, Architecture, from_hf_type
+from llamagpu.files.gguf_file import REMEDY_REFETCH, shown
+from llamagpu.files.safetensors_file import Stored, read_header
+from llamagpu.files.storage import rope_rows
+
+# The names of Llama-like models in the transformers library, with the number of the layer. gguf's map also has the
+# names of other libraries, whose q and k have another row order, and of parts that are not supported, such as experts.
+HF_NAME = re.compile(
+    r"(?:model\.(?:embed_tokens|norm)|lm_head|"
+    r"model\.layers\.(\d+)\.(?:self_attn\.\w+_(?:proj|norm)|mlp\.\w+_proj|\w+_layernorm))"
+)
+MAX_COUNT = 1 << 24  # of anything that config.json counts
+QUANTISED_ARRAYS = ("qweight", "qzeros", "scales", "g_idx")
+DERIVED = re.compile(r"rotary_emb\.inv_freq$|masked_bias$")  # follow from config.json
+
+
+def from_folder(folder: Path, name: str = "") -> Source:
+    config = read_json(folder / "config.json")
+    if not config:
+        raise BadFile(f"{folder} has no config.json", "Give a Hugging Face model folder, or a .gguf file.")
+    with malformed_json("config.json"):
+        record = find_architecture(config)
+        metadata = read_metadata(config, record, name or folder.name)
+    with malformed_json("the index of the shards"):
+        arrays = find_arrays(folder)
+    with malformed_json("config.json"):
+        tensors = name_tensors(arrays, config, record, metadata)
+    if (table := tensors.get("token_embd.weight")) and len(table.shape) == 2:
+        metadata[metadata_key(Keys.LLM.VOCAB_SIZE, record)] = table.shape[0]
+        with malformed_json("one of the tokenizer's files"):
+            metadata |= vocabulary(folder, table.shape[0], config)
+    return Source(name or folder.name, metadata, tensors, sorted({array.path for array in arrays.values()}))
+
+
+@contextmanager
+def malformed_json(what: str) -> Iterator[None]:
+    """JSON may hold a list where a number should be, and so on: every error that follows is raised as BadFile."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise BadFile(f"{what} is not as it should be: {error}", REMEDY_REFETCH) from error
+
+
+def metadata_key(template: str, record: Architecture) -> str:
+    """A metadata key of the architecture: `template` is one of gguf.Keys."""
+    return template.format(arch=record.name)
+
+
+def find_architecture(config: dict[str, Any]) -> Architecture:
+    """The record of the model, which must support everything that config.json asks for."""
+    model_type = config.get("model_type", "")
+    if isinstance(model_type, list | dict):
+        raise BadFile(f"config.json: model_type is {shown(model_type)}", REMEDY_REFETCH)
+    record = from_hf_type(model_type)
+    if record is None:
+        raise Unsupported(f"architecture {shown(config.get('model_type'))} is not supported", REMEDY_ARCHITECTURE)
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise Unsupported(f"activation {shown(config['hidden_act'])} is not supported", REMEDY_ARCHITECTURE)
+    if real(config, "partial_rotary_factor", 1) != 1:  # llama.cpp has none in these architectures either
+        raise Unsupported("RoPE on a part of each head is not supported", REMEDY_ARCHITECTURE)
+    if config.get("use_sliding_window") and not record.sliding_window:
+        raise Unsupported(f"a {record.name} model with a sliding window is not supported", REMEDY_ARCHITECTURE)
+    if not record.rope_freqs and rope_scaling(config)[0] == "llama3":
+        raise Unsupported(f"a {record.name} model with llama3 RoPE scaling is not supported", REMEDY_ARCHITECTURE)
+    return record
+
+
+def read_metadata(config: dict[str, Any], record: Architecture, name: str) -> dict[str, Any]:
+    def whole(field: str, default: int | None = None) -> int:
+        value = default if config.get(field) is None else config[field]
+        if type(value) is not int or not 1 <= value <= MAX_COUNT:
+            cause = f"config.json: {field} is {shown(value)}, not a number from 1 to {MAX_COUNT}"
+            raise BadFile(cause, REMEDY_REFETCH)
+        return value
+
+    heads = whole("num_attention_heads")
+    head_dim = whole("head_dim", whole("hidden_size") // heads)
+    keys: dict[str, Any] = {
+        Keys.General.ARCHITECTURE: record.name,
+        Keys.General.TYPE: "model",
+        Keys.General.NAME: name,
+        Keys.LLM.BLOCK_COUNT: whole("num_hidden_layers"),
+        Keys.LLM.CONTEXT_LENGTH: whole("max_position_embeddings"),
+        Keys.LLM.EMBEDDING_LENGTH: whole("hidden_size"),
+        Keys.LLM.FEED_FORWARD_LENGTH: whole("intermediate_size"),
+        Keys.Attention.HEAD_COUNT: heads,
+        Keys.Attention.HEAD_COUNT_KV: whole("num_key_value_heads", heads),
+        Keys.Attention.LAYERNORM_RMS_EPS: real(config, "rms_norm_eps"),
+        Keys.Attention.KEY_LENGTH: head_dim,
+        Keys.Attention.VALUE_LENGTH: head_dim,
+        Keys.Rope.DIMENSION_COUNT: head_dim,
+        **rope_keys(config),
+    }
+    if record.sliding_window and config.get("sliding_window"):
+        keys[Keys.Attention.SLIDING_WINDOW] = whole("sliding_window")
+    return {metadata_key(template, record): value for template, value in keys.items()}
+
+
+def real(config: Mapping[str, Any], field: str, default: float | None = None) -> float:
+    value = default if config.get(field) is None else config[field]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadFile(f"config.json: {field} is {shown(value)}, not a number", REMEDY_REFETCH)
+    return float(value)
+
+
+def rope_scaling(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The type of scaling and its numbers; newer files keep rope_theta among them."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise BadFile(f"config.json: rope_scaling is {shown(rope)}", REMEDY_REFETCH)
+    scaling = str(rope.get("rope_type", rope.get("type", "default")))
+    return scaling, {"rope_theta": config.get("rope_theta", 1e4), **rope}
+
+
+def rope_keys(config: dict[str, Any]) -> dict[str, Any]:
+    scaling, rope = rope_scaling(config)
+    keys: dict[str, Any] = {Keys.Rope.FREQ_BASE: real(rope, "rope_theta")}
+    if scaling in ("default", "llama3"):  # llama3: see rope_factors
+        return keys
+    if scaling not in ("linear", "yarn"):
+        raise Unsupported(f"RoPE scaling {shown(scaling)} is not supported", "None, linear, yarn and llama3 work.")
+    factor = real(rope, "factor")
+    keys |= {Keys.Rope.SCALING_TYPE: scaling, Keys.Rope.SCALING_FACTOR: factor}
+    if scaling == "linear":
+        return keys
+    trained = config["max_position_embeddings"]
+    keys[Keys.Rope.SCALING_ORIG_CTX_LEN] = int(real(rope, "original_max_position_embeddings", trained))
+    if rope.get("attention_factor") is not None:  # GGUF's is relative to the factor that yarn has by default
+        usual = 1 + 0.1 * math.log(factor)
+        keys[Keys.Rope.SCALING_ATTN_FACTOR] = real(rope, "attention_factor") / usual
+    betas = {"beta_fast": Keys.Rope.SCALING_YARN_BETA_FAST, "beta_slow": Keys.Rope.SCALING_YARN_BETA_SLOW}
+    return keys | {gguf: real(rope, field) for field, gguf in betas.items() if rope.get(field) is not None}
+
+
+def rope_factors(config: dict[str, Any], dims: int) -> NDArray[np.float32] | None:
+    """llama3 scaling: the divisor of each frequency. `factor` for low ones, 1 for high ones, a ramp between."""
+    scaling, rope = rope_scaling(config)
+    if scaling != "llama3":
+        return None
+    factor, low, high = (real(rope, field) for field in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = real(rope, "original_max_position_embeddings")
+    with np.errstate(divide="raise", invalid="raise", over="raise"):
+        frequency = real(rope, "rope_theta") ** (-np.arange(0, dims, 2) / dims)
+        rotations = original * frequency / (2 * math.pi)  # within the original context
+        unscaled = np.clip((rotations - low) / (high - low), 0, 1)
+        return (1 / ((1 - unscaled) / factor + unscaled)).astype(np.float32)
+
+
+def find_arrays(folder: Path) -> dict[str, Stored]:
+    """Every array of the checkpoint. Where there are several sets of files, the index names the right one."""
+    index = read_json(folder / "model.safetensors.index.json").get("weight_map")
+    if isinstance(index, dict):
+        names = sorted({str(name) for name in index.values()})
+    elif (folder / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    if not names:
+        raise BadFile(f"{folder} has no .safetensors file", "PyTorch .bin weights must be saved as safetensors first.")
+    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    if missing:
+        cause = f"{folder}: {len(missing)} of {len(names)} shards missing: {shown(missing[0])}"
+        raise BadFile(cause, "Fetch the rest.")
+    found: dict[str, Stored] = {}
+    for name in names:
+        found |= read_header(folder / name)[0]
+    if absent := sorted(set(index or ()) - found.keys()):
+        raise BadFile(f"{folder}: the index names {shown(absent[0])}, which no shard has", REMEDY_REFETCH)
+    return found
+
+
+def name_tensors(
+    stored: dict[str, Stored], config: dict[str, Any], record: Architecture, metadata: dict[str, Any]
+) -> dict[str, Tensor]:
+    settings = config.get("quantization_config")
+    quantisation = QuantisationConfig.read(settings) if isinstance(settings, dict) else None
+    tied, names = bool(config.get("tie_word_embeddings")), name_map(record)
+    found: dict[str, Tensor] = {}
+    for name, array in stored.items():
+        if DERIVED.search(name):
+            continue
+        prefix, _, suffix = name.rpartition(".")
+        place = gguf_name(names, prefix)
+        if place == "output" and tied:
+            continue
+        known = suffix in ("weight", "bias") or (quantisation and suffix in QUANTISED_ARRAYS)
+        if place is None or not known:
+            raise Unsupported(f"tensor {shown(name)} has no place in a {record.name} model", REMEDY_ARCHITECTURE)
+        if suffix in ("weight", "bias"):
+            tensor = float_tensor(f"{place}.{suffix}", array, row_order(place, array.shape[:1], record, metadata))
+        elif suffix == "qweight" and quantisation:
+            matrix = QuantisedMatrix.find(f"{place}.weight", prefix, stored, quantisation)
+            tensor = quantised_tensor(replace(matrix, row_order=row_order(place, matrix.shape[:1], record, metadata)))
+        else:
+            continue  # QuantisedMatrix reads it
+        if tensor.name in found:
+            raise BadFile(f"tensor {shown(name)} is there under another name too", REMEDY_REFETCH)
+        found[tensor.name] = tensor
+    if not tied and "output.weight" not in found:
+        raise BadFile("missing tensors: lm_head.weight", "Fetch the checkpoint again; config.json says it has one.")
+    factors = rope_factors(config, metadata[metadata_key(Keys.Rope.DIMENSION_COUNT, record)])
+    if factors is not None:
+        found["rope_freqs.weight"] = Tensor(
+            "rope_freqs.weight", factors.shape, factors.nbytes, lambda: lambda start, stop: factors[None]
+        )
+    return in_layer_order(found)
+
+
+def name_map(record: Architecture) -> TensorNameMap:
+    """gguf's map of tensor names for one layer: `gguf_name` puts the number in, which a file may give any size."""
+    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == record.name)
+    return get_tensor_name_map(arch, 1)
+
+
+def gguf_name(names: TensorNameMap, prefix: str) -> str | None:
+    """model.layers.3.mlp.up_proj -> blk.3.ffn_up; None where a tensor has no place."""
+    match = HF_NAME.fullmatch(prefix)
+    if match is None:
+        return None
+    if match[1] is None:
+        return names.get_name(prefix)
+    first = names.get_name(f"{prefix[: match.start(1)]}0{prefix[match.end(1) :]}")
+    return first and first.replace("blk.0.", f"blk.{int(match[1])}.")
+
+
+def row_order(
+    place: str, n: tuple[int, ...], record: Architecture, metadata: dict[str, Any]
+) -> NDArray[np.int64] | None:
+    """The GGUF order of the rows of q and k; None: they stay as they are.
+
+    Hugging Face pairs the rows of RoPE half a head apart. GGUF does so too for a NeoX architecture, else it has the
+    pairs side by side. None also where there are not as many rows, `n`: the shape is refused later.
+    """
+    counts = {"attn_q": Keys.Attention.HEAD_COUNT, "attn_k": Keys.Attention.HEAD_COUNT_KV}
+    count = counts.get(place.rpartition(".")[2])
+    if count is None or record.neox:
+        return None
+    wanted = (count, Keys.Attention.KEY_LENGTH, Keys.Rope.DIMENSION_COUNT)
+    heads, head_dim, rope_dims = (metadata[metadata_key(template, record)] for template in wanted)
+    return rope_rows(heads, head_dim, rope_dims) if n == (heads * head_dim,) else None
+
+
+def quantised_tensor(matrix: QuantisedMatrix) -> Tensor:
+    return Tensor(matrix.name, matrix.shape, matrix.nbytes, matrix.reader, quantised=matrix)
+
+
+def in_layer_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Embedding, layers, output: the order in which they are used."""
+
+    def place(name: str) -> tuple[int, str]:
+        layer = re.match(r"blk\.(\d+)\.", name)
+        return (int(layer[1]), name) if layer else (-1 if name.startswith(("token", "rope")) else 1 << 30, name)
+
+    return {name: tensors[name] for name in sorted(tensors, key=place)}

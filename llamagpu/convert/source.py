@@ -1,0 +1,164 @@
+"""What can be converted, in one form: GGUF metadata, and tensors by GGUF name that give rows of floats."""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import Keys
+from numpy.typing import NDArray
+
+from llamagpu.convert import vocab
+from llamagpu.convert.awq_gptq import QuantisedMatrix
+from llamagpu.errors import BadFile, Unsupported
+from llamagpu.files.config import ModelConfig, check_tensors, tensor_shapes
+from llamagpu.files.gguf_file import BLOCKS, GgufFile, RawTensor, unsupported_type
+from llamagpu.files.repack import to_f32
+from llamagpu.files.safetensors_file import Stored, widen
+
+Rows = Callable[[int, int], NDArray[np.float32]]  # start, stop -> [stop - start, k]
+FILE_KEYS = (Keys.General.FILE_TYPE, Keys.General.QUANTIZATION_VERSION, Keys.General.ALIGNMENT)  # not of the model
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int  # in the source
+    open: Callable[[], Rows]  # a vector is one row
+    raw: RawTensor | None = None  # in a GGUF source
+    quantised: QuantisedMatrix | None = None  # in an AWQ or GPTQ source
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        return (1, self.shape[0]) if len(self.shape) == 1 else (self.shape[0], self.shape[1])
+
+
+@dataclass(slots=True)
+class Source:
+    name: str  # of the model
+    metadata: dict[str, Any]
+    tensors: dict[str, Tensor]
+    files: list[Path]  # that hold them
+    gguf: GgufFile | None = None  # the source itself, if it is one
+    config: ModelConfig = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Refuse a model that is not complete: see `check_tensors`."""
+        empty = np.zeros(0, np.uint8)
+        shapes = {t.name: t.raw or RawTensor(t.name, "F16", t.shape, empty) for t in self.tensors.values()}
+        self.config = ModelConfig.from_gguf(self.metadata, shapes)
+        check_tensors(self.config, shapes)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def quantised(self) -> list[QuantisedMatrix]:
+        return [tensor.quantised for tensor in self.tensors.values() if tensor.quantised]
+
+    def drop_pages(self) -> None:
+        """Return the pages of a mapped file that were read so far."""
+        if self.gguf:
+            self.gguf.drop_pages()
+
+    def close(self) -> None:
+        if self.gguf:
+            self.gguf.close()
+
+
+def float_tensor(name: str, stored: Stored, row_order: NDArray[np.int64] | None = None) -> Tensor:
+    """`row_order`: the order of the rows in GGUF."""
+
+    def read(start: int, stop: int) -> NDArray[np.float32]:
+        if len(stored.shape) == 1:
+            values = widen(stored.read())
+            return (values if row_order is None else values[row_order])[None]
+        if row_order is None:
+            return widen(stored.read(start, stop))
+        wanted = row_order[start:stop]
+        first = int(wanted.min())
+        return widen(stored.read(first, int(wanted.max()) + 1)[wanted - first])
+
+    if stored.dtype not in ("F64", "F32", "F16", "BF16") or not 1 <= len(stored.shape) <= 2:
+        raise Unsupported(
+            f"tensor {stored.name} is {stored.dtype} of shape {list(stored.shape)}",
+            "F32, F16 and BF16 weights work.",
+        )
+    return Tensor(name, stored.shape, stored.nbytes, lambda: read)
+
+
+def from_gguf(path: Path) -> Source:
+    file = GgufFile(path)
+    try:
+        metadata = {k: v for k, v in file.metadata.items() if k not in FILE_KEYS and not k.startswith("split.")}
+        tensors = {name: gguf_tensor(raw) for name, raw in file.tensors.items()}
+        return Source(path.stem, metadata, tensors, file.files, file)
+    except BaseException:
+        file.close()
+        raise
+
+
+def gguf_tensor(raw: RawTensor) -> Tensor:
+    if raw.ggml_type not in BLOCKS or len(raw.shape) > 2:
+        raise unsupported_type(raw)
+    n = raw.shape[0] if len(raw.shape) > 1 else 1
+    size = raw.data.size // n
+
+    def rows(start: int, stop: int) -> NDArray[np.float32]:
+        shape, data = (stop - start, raw.shape[-1]), raw.data[start * size : stop * size]
+        return to_f32(RawTensor(raw.name, raw.ggml_type, shape, data))
+
+    return Tensor(raw.name, raw.shape, raw.data.size, lambda: rows, raw=raw)
+
+
+# llama2.c: seven numbers, then f32 arrays. All layers of one tensor stand together; q and k have GGUF's row order.
+LLAMA2C_ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
+LLAMA2C_TENSORS = (*LLAMA2C_ATTENTION, "ffn_norm", "ffn_gate", "ffn_down", "ffn_up")
+
+
+def from_llama2c(path: Path) -> Source:
+    with path.open("rb") as file:
+        head = file.read(28)
+    if len(head) < 28 or head[:4] == b"24ka":
+        raise Unsupported(f"{path}: not a llama2.c model of the first format", "Export it with `--version 0`.")
+    dim, ffn, layers, heads, kv_heads, vocab_size, context = struct.unpack("<7i", head)
+    tied, vocab_size = vocab_size > 0, abs(vocab_size)
+    if not all(0 < n < 1 << 24 for n in (dim, ffn, layers, heads, kv_heads, vocab_size, context)) or dim % heads:
+        raise BadFile(f"{path}: not a llama2.c model (its header makes no sense)", "Give a .gguf file or a folder.")
+    keys = {
+        Keys.General.ARCHITECTURE: "llama",
+        Keys.General.TYPE: "model",
+        Keys.General.NAME: path.stem,
+        Keys.LLM.BLOCK_COUNT: layers,
+        Keys.LLM.CONTEXT_LENGTH: context,
+        Keys.LLM.EMBEDDING_LENGTH: dim,
+        Keys.LLM.FEED_FORWARD_LENGTH: ffn,
+        Keys.Attention.HEAD_COUNT: heads,
+        Keys.Attention.HEAD_COUNT_KV: kv_heads,
+        Keys.Attention.LAYERNORM_RMS_EPS: 1e-5,
+        Keys.Rope.FREQ_BASE: 10000.0,
+        Keys.Rope.DIMENSION_COUNT: dim // heads,
+        Keys.LLM.VOCAB_SIZE: vocab_size,
+    }
+    metadata: dict[str, Any] = {key.format(arch="llama"): value for key, value in keys.items()}
+    metadata |= vocab.llama2c(path.parent / "tokenizer.bin", vocab_size)
+    table = RawTensor("token_embd.weight", "F32", (vocab_size, dim), np.zeros(0, np.uint8))
+    shapes = tensor_shapes(ModelConfig.from_gguf(metadata, {table.name: table}))
+    order = ["token_embd", *(f"blk.{i}.{name}" for name in LLAMA2C_TENSORS for i in range(layers)), "output_norm"]
+    tensors, offset = {}, 28
+    for name in [f"{name}.weight" for name in order]:
+        stored = Stored(path, name, "F32", shapes[name], offset)
+        tensors[name] = float_tensor(name, stored)
+        offset += stored.nbytes
+    if not tied:
+        offset += 4 * context * (dim // heads)  # tables of cosines and sines, no longer used
+        stored = Stored(path, "output.weight", "F32", (vocab_size, dim), offset)
+        tensors[stored.name] = float_tensor(stored.name, stored)
+        offset += stored.nbytes
+    if path.stat().st_size < offset:
+        raise BadFile(f"{path}: {path.stat().st_size:,} bytes, and its header promises {offset:,}", "Fetch it again.")
+    return Source(path.stem, metadata, tensors, [path])

@@ -1,0 +1,84 @@
+"""The decode loop: tokens that the device samples and feeds to itself, read back several submissions behind."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from llamagpu.engine.device_sampler import RING
+from llamagpu.engine.sequence import Sequence
+from llamagpu.engine.step_inputs import Segment
+from llamagpu.errors import DeviceLost
+from llamagpu.gpu.recorder import Pending, Plan, Step
+
+if TYPE_CHECKING:
+    from llamagpu.engine.engine import Engine
+
+MAX_TOKENS_PER_SUBMIT = 8
+SUBMISSIONS_IN_FLIGHT = 3  # one runs, one waits for it, one is being submitted
+SUBMIT_S = 0.015  # a submission lasts no longer: text should appear within 50 ms
+BARRIER_TIMED_OUT = "workgroups that wait for each other did not run at the same time"
+REMEDY_UNFUSED = "set LLAMAGPU_FUSED=0"
+
+
+def decode(engine: "Engine", sequence: Sequence, greedy: bool, most: int | None = None) -> Iterator[int]:
+    """Continue the sequence with at most `most` tokens, until the context is full.
+
+    While the consumer gets the tokens of one submission, the next ones run or wait. When the consumer stops, the steps
+    ahead of it are dropped: the sequence holds what was yielded, less the last token.
+    """
+    model, cache, recorder = engine.model, engine.cache, engine.recorder
+    sample = model.sample_plan(greedy)
+    # the first token is sampled from the logits that are there, of the last row
+    model.step.write([Segment(sequence.slot, len(sequence) - 1, sequence.ids[-1:])], cache.capacity, cache.slots)
+    pending: deque[tuple[Pending, int]] = deque()
+    pending.append((recorder.submit([Step(sample)], model.sampler.ring), 1))
+    ahead = len(sequence)  # positions that are filled or being filled
+    end = engine.settings.context if most is None else min(engine.settings.context, ahead + most - 1)
+    sampled, size, step_s, last = 0, engine.tokens_per_submit, 0.0, time.perf_counter()
+    try:
+        while True:
+            while len(pending) < SUBMISSIONS_IN_FLIGHT and (count := min(size, end - ahead)):
+                if ahead + count > cache.capacity:
+                    if pending:
+                        break  # the cache can grow only when nothing is in flight
+                    cache.reserve(ahead + count)
+                    model.step.write_capacity(cache.capacity)
+                    sample = model.sample_plan(greedy)
+                steps = decode_steps(engine, ahead, count, sample)
+                pending.append((recorder.submit(steps, model.sampler.ring, ahead=True), count))
+                ahead += count
+            if not pending:
+                sequence.truncate(ahead)  # the last token has not been put in
+                return
+            result, count = pending.popleft()
+            ring = result.wait()
+            if ring[model.sampler.timed_out_word]:
+                raise DeviceLost(BARRIER_TIMED_OUT, REMEDY_UNFUSED)
+            now = time.perf_counter()
+            if sampled:  # the first token waited for the prompt
+                # the slower of two submissions counts: one of them may have waited for the host
+                step_s, before = (now - last) / count, step_s
+                size = max(1, min(2 * size, MAX_TOKENS_PER_SUBMIT, int(SUBMIT_S / max(step_s, before))))
+                engine.tokens_per_submit = size
+            last = now
+            for i in range(sampled, sampled + count):
+                token = int(ring[sequence.slot * model.sampler.ring_words + i % RING])
+                yield token
+                sequence.ids.append(token)
+            sampled += count
+    finally:
+        recorder.drain()
+        for result, _ in pending:
+            result.wait()
+
+
+def decode_steps(engine: "Engine", position: int, count: int, sample: Plan) -> list[Step]:
+    """`count` decode steps from `position` on, each feeding the next on the device."""
+    model = engine.model
+    embed = not model.embeds_next
+    return [
+        step
+        for p in range(position, position + count)
+        for step in (Step(model.plan(1, p, embed), 1, p), Step(sample, 1, p))
+    ]

@@ -1,0 +1,90 @@
+"""Sampling on the device: its parameters by sequence, and the ring of sampled tokens that the host reads back."""
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+import wgpu
+
+from llamagpu.engine.ops import Consts, Ops
+from llamagpu.engine.sampler import Sampling
+from llamagpu.engine.step_inputs import MAX_SEGMENTS
+from llamagpu.engine.weights import Matrix
+from llamagpu.gpu.buffers import Bindable, Buffer, BufferRange
+from llamagpu.gpu.device import Dispatch, Gpu
+
+RING = 64  # sampled tokens that the device keeps: more than all submissions in flight produce
+MAX_RECENT = 256  # tokens that a repetition penalty on the device looks back
+RING_WORDS = RING + MAX_RECENT  # of one sequence: sampled tokens, then the recent ones
+SETTING_WORDS = 8  # struct Sampling
+BARRIER_WORDS = 4  # arrivals, timed_out, spin_limit, unused
+NO_TOKEN = 0xFFFFFFFF
+
+
+class DeviceSampler:
+    """The buffers of the kernels `greedy` and `sample`, with room for `slots` sequences."""
+
+    def __init__(self, gpu: Gpu, slots: int) -> None:
+        self.gpu, self.slots = gpu, slots
+        # [slots, RING_WORDS], then the grid barrier of fused decode, so that its state comes back with the tokens
+        self.ring: Buffer = gpu.zeros((slots * RING_WORDS + BARRIER_WORDS) * 4, "ring")
+        self.settings: Buffer = gpu.zeros(MAX_SEGMENTS * SETTING_WORDS * 4, "sampling", wgpu.BufferUsage.UNIFORM)
+        self.barrier = BufferRange(self.ring, slots * RING_WORDS * 4, BARRIER_WORDS * 4)
+
+    def clear_barrier(self) -> None:
+        self.gpu.write(self.barrier, np.zeros(BARRIER_WORDS, np.uint32))
+
+    @property
+    def ring_words(self) -> int:
+        """From one sequence's ring to the next."""
+        return RING_WORDS
+
+    @property
+    def timed_out_word(self) -> int:
+        """Where the words of `ring` say that a grid barrier has timed out."""
+        return self.slots * RING_WORDS + 1
+
+    def configure(self, slot: int, sampling: Sampling, prompt: Items[int]) -> None:
+        """Set the parameters of a sequence that begins to decode after `prompt`."""
+        s = sampling
+        seed = np.random.default_rng().integers(1 << 32) if s.seed is None else s.seed
+        last_n = s.repeat_last_n if s.repeat_penalty != 1.0 else 0
+        cold = s.temperature <= 0  # the likeliest after the penalty
+        floats = np.array([1.0 if cold else s.temperature, s.top_p, s.min_p, s.repeat_penalty], np.float32)
+        integers = np.array([1 if cold else s.top_k, int(seed) & 0xFFFFFFFF, last_n, 0], np.uint32)
+        words = np.concatenate([floats.view(np.uint32), integers])
+        self.gpu.write(self.settings, words, offset=slot * SETTING_WORDS * 4)
+        if last_n:
+            recent = [NO_TOKEN] * last_n + list(prompt)
+            self.gpu.write(self.ring, np.array(recent[-last_n:], np.uint32), offset=4 * (slot * RING_WORDS + RING))
+
+    def dispatch(
+        self,
+        ops: Ops,
+        greedy: bool,
+        buffers: tuple[Buffer, Buffer],
+        vocab: int,
+        candidates: int,
+        candidate_rows: int,
+        table: Matrix | None,
+        x: Bindable | None,
+    ) -> Dispatch:
+        """`buffers`: logits and candidates, each of `candidates` the largest of `candidate_rows` logits.
+
+        The embedding of the token goes from `table` to x, where the kernel can read it.
+        """
+        logits, found = buffers
+        consts: Consts = {"CANDIDATES": candidates, "RING": RING, "RING_WORDS": RING_WORDS}
+        bindings: dict[str, Bindable] = {"candidates": found, "ring": self.ring}
+        if x is not None:
+            bindings["x"] = x
+        if greedy:
+            if ops.gpu.caps.cpu:
+                consts["WORKGROUP"] = 16  # barriers cost more there than loop iterations: 30 us instead of 150
+            return ops.sample("greedy", consts, bindings, table)
+        consts |= {"VOCAB": vocab, "CANDIDATE_ROWS": candidate_rows}
+        return ops.sample("sample", consts, bindings | {"logits": logits, "sampling": self.settings}, table)
+
+
+def samples_on_device(sampling: Sampling) -> bool:
+    """Whether the kernel can apply these parameters; the model must agree with top_k."""
+    return sampling.repeat_penalty == 1.0 or sampling.repeat_last_n <= MAX_RECENT

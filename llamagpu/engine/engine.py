@@ -1,0 +1,152 @@
+"""The engine: a model, its KV cache and a recorder. It runs sequences of token ids and knows no text."""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamagpu.engine import device_sampler
+from llamagpu.engine.decode import BARRIER_TIMED_OUT, REMEDY_UNFUSED, decode
+from llamagpu.engine.fused_decode import can_fuse, timed_out, weights_fit
+from llamagpu.engine.kv_cache import BufferKvCache, KvCache, TextureKvCache
+from llamagpu.engine.model import BufferModel, Model
+from llamagpu.engine.options import Backend, Precision, Settings
+from llamagpu.engine.sampler import Sampling
+from llamagpu.engine.sequence import Sequence
+from llamagpu.engine.step_inputs import MAX_ROWS, Segment
+from llamagpu.engine.texture_model import TextureModel
+from llamagpu.engine.weights import Weights
+from llamagpu.errors import DeviceLost, DoesNotFit
+from llamagpu.files.config import ModelConfig
+from llamagpu.gpu.device import Gpu
+from llamagpu.gpu.recorder import Plan, Recorder, Step
+
+LOGIT_BYTES = 64 << 20  # of logits when every row has them
+Progress = Callable[[int, int], None]
+
+
+class Engine:
+    """Prefill and decode of sequences. `probe=False` leaves fused decode unprobed, for a memory plan."""
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        config: ModelConfig,
+        weights: Weights,
+        settings: Settings,
+        freq_factors: NDArray[np.floating] | None = None,
+        probe: bool = True,
+    ) -> None:
+        settings = replace(settings, chunk=min(settings.chunk, settings.context, MAX_ROWS))
+        self.gpu, self.config, self.weights, self.settings = gpu, config, weights, settings
+        self.freq_factors = freq_factors
+        self.recorder = Recorder(gpu)
+        self.tokens_per_submit = 1  # as many as took SUBMIT_S in the last text
+        self.cache, self.model = self._build(freq_factors)
+        if probe and isinstance(self.model, BufferModel) and self.model.fused_decode:
+            self.model.step.write([Segment(0, 0, [0])], self.cache.capacity, self.cache.slots)
+            if not self.model.fused_decode.probe(self.recorder):
+                self.model.unfuse()
+
+    def _build(self, freq_factors: NDArray[np.floating] | None) -> tuple[KvCache, Model]:
+        gpu, config, weights, settings = self.gpu, self.config, self.weights, self.settings
+        if settings.backend is Backend.TEXTURES:
+            textures = TextureKvCache(gpu, config, settings, freq_factors)
+            return textures, TextureModel(gpu, config, weights, textures, settings)
+        fused = can_fuse(config, gpu.caps, settings.precision is Precision.FAST) and weights_fit(weights)
+        cache = BufferKvCache(gpu, config, settings, freq_factors, fused)
+        return cache, BufferModel(gpu, config, weights, cache, settings)
+
+    def free(self) -> None:
+        """Free model and cache; the weights are the caller's."""
+        self.model.free()
+        self.gpu.free(*self.cache.resources(), self.cache.rope)
+
+    # Prefill
+
+    def reserve(self, sequence: Sequence, tokens: int) -> None:
+        """Make room for `tokens` more; refuse what the context does not hold."""
+        wanted, context = len(sequence) + tokens, self.settings.context
+        if wanted > context:
+            raise DoesNotFit(
+                f"the context holds {context} tokens: {len(sequence)} are in it and {tokens} more were given",
+                "use a larger -c, or a shorter prompt",
+            )
+        self.cache.reserve(wanted)
+
+    def prefill(self, sequence: Sequence, ids: Items[int], progress: Progress | None = None) -> None:
+        """Append ids to the sequence; afterwards the logits are those of the last of them."""
+        self.reserve(sequence, len(ids))
+        chunk = self.model.chunk
+        for start in range(0, len(ids), chunk):
+            piece = ids[start : start + chunk]
+            self.run(self.model.plan(len(piece), len(sequence)), sequence, piece)
+            if progress:
+                # wait, so that the progress is true and Ctrl-C acts between chunks
+                self.gpu.read(self.model.step.buffer, np.uint32, 1)
+                progress(start + len(piece), len(ids))
+
+    def run(self, plan: Plan, sequence: Sequence, ids: Items[int]) -> None:
+        """One step of a plan over at most a chunk of ids."""
+        position = len(sequence)
+        segment = Segment(sequence.slot, position, ids)
+        self.model.step.write([segment], self.cache.capacity, self.cache.slots)
+        self.recorder.submit([Step(plan, len(ids), position)])
+        sequence.ids += ids
+
+    def read_logits(self) -> NDArray[np.float32]:
+        """[vocab] of the last row."""
+        self.check_barrier()
+        return self.gpu.read(self.model.logits, np.float32, self.config.vocab)
+
+    def check_barrier(self) -> None:
+        """What fused decode computes is wrong once a grid barrier has timed out."""
+        if self.model.barrier and timed_out(self.gpu, self.model.barrier):
+            raise DeviceLost(BARRIER_TIMED_OUT, REMEDY_UNFUSED)
+
+    def log_probs(self, sequence: Sequence, ids: Items[int]) -> NDArray[np.float32]:
+        """Append ids; for each but the last, the log probability that the model gave to the id after it."""
+        self.reserve(sequence, len(ids))
+        rows = self.score_rows
+        scores = []
+        for start in range(0, len(ids), rows):
+            piece = ids[start : start + rows]
+            targets = np.array([*ids[start + 1 : start + rows + 1], 0][: len(piece)], np.uint32)
+            self.gpu.write(self.model.targets, targets)
+            self.run(self.model.score_plan(rows), sequence, piece)
+            scores.append(self.gpu.read(self.model.scores, np.float32, len(piece)))
+        self.check_barrier()
+        return np.concatenate(scores)[: len(ids) - 1]
+
+    @property
+    def score_rows(self) -> int:
+        """Rows that `log_probs` takes at once: their logits fit LOGIT_BYTES, whatever the chunk."""
+        return max(1, min(self.model.chunk, LOGIT_BYTES // (4 * self.config.vocab)))
+
+    # Decode
+
+    def greedy(self, sequence: Sequence, most: int | None = None) -> Iterator[int]:
+        """Continue the sequence with the likeliest tokens, at most `most`, until the context is full."""
+        return decode(self, sequence, greedy=True, most=most)
+
+    def sample(
+        self, sequence: Sequence, sampling: Sampling, prompt: Items[int], most: int | None = None
+    ) -> Iterator[int]:
+        """Continue the sequence with tokens sampled on the device; `samples_on_device` must hold."""
+        self.model.sampler.configure(sequence.slot, sampling, prompt)
+        return decode(self, sequence, greedy=False, most=most)
+
+    def samples_on_device(self, sampling: Sampling) -> bool:
+        top_k = 1 if sampling.temperature <= 0 else sampling.top_k
+        return device_sampler.samples_on_device(sampling) and self.model.samples_on_device(top_k)
+
+    def sample_on_host(self, sequence: Sequence, choose: Callable[[NDArray[np.float32]], int]) -> Iterator[int]:
+        """Continue the sequence with tokens that the host chooses from the logits, until the context is full."""
+        while True:
+            token = choose(self.read_logits())
+            yield token
+            if len(sequence) == self.settings.context:
+                return
+            self.prefill(sequence, [token])

@@ -1,0 +1,332 @@
+"""Fused decode: all layers of one token row in one persistent kernel (gpu/fuse.py), or as few as bindings allow.
+
+Weights of one type lie in slabs (engine/slabs.py), the KV cache and the inter-stage buffers behind each other by layer.
+All of them have cache-line padding: no cache line is read before all of it has been written, because a workgroup may
+keep what it has read in a cache of its own.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, product
+
+import numpy as np
+import wgpu
+from numpy.typing import NDArray
+
+from llamagpu.engine import ops, routes
+from llamagpu.engine.kv_cache import BufferKvCache
+from llamagpu.engine.ops import (
+    AttentionBuffers,
+    AttentionMode,
+    Consts,
+    Ops,
+    Output,
+    PrologueSpec,
+    QkvBuffers,
+    attention_shape,
+)
+from llamagpu.engine.routes import GridSize, Inputs, Prologue
+from llamagpu.engine.weights import Matrix, Weights
+from llamagpu.files.config import ModelConfig
+from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer, base_buffer, padded_ranges
+from llamagpu.gpu.caps import Caps
+from llamagpu.gpu.device import Dispatch, Gpu
+from llamagpu.gpu.fuse import Stage
+from llamagpu.gpu.recorder import Plan, Recorder, Step
+from llamagpu.gpu.shaders import constants
+
+SPIN_LIMIT = 1 << 20  # looks of a waiting workgroup at the arrivals, about half a second
+PROBE_SPIN_LIMIT = 1 << 14
+LITMUS_LAYERS = 32  # grid barriers across which the litmus test passes values
+
+
+def can_fuse(config: ModelConfig, caps: Caps, int8: bool) -> bool:
+    """Whether the adapter and the shapes allow fused decode; the probe and the weights decide the rest."""
+    return routes.can_fuse(config.dim, config.ffn_dim, attention_shape(config, 1), int8, caps)
+
+
+def weights_fit(weights: Weights) -> bool:
+    """Whether every linear of a layer can be a stage."""
+    return all(
+        len(layer.gate_up) == 1
+        and all(routes.is_gemv(shard.shape(1)) for matrix in layer.matrices for shard in matrix.shards)
+        for layer in weights.layers
+    )
+
+
+def matrix_buffers(matrix: Matrix) -> list[AnyBuffer]:
+    found: list[AnyBuffer] = []
+    for shard in matrix.shards:
+        found += [as_buffer(binding) for binding in shard.bindings.values()]
+    return found if matrix.bias is None else [*found, matrix.bias]
+
+
+def in_slabs(matrix: Matrix) -> bool:
+    """Whether all of its buffers are ranges of slabs; else the matrix counts as the layer's own."""
+    return all(isinstance(buffer, BufferRange) for buffer in matrix_buffers(matrix))
+
+
+def slab_matrix(matrix: Matrix) -> Matrix:
+    """The matrices of all layers that share this one's slabs, as one."""
+    if not in_slabs(matrix):
+        return matrix
+    shards = tuple(
+        replace(
+            shard,
+            words=base_buffer(as_buffer(shard.words)),
+            scales=None if shard.scales is None else base_buffer(shard.scales),
+        )
+        for shard in matrix.shards
+    )
+    return replace(matrix, shards=shards, bias=None if matrix.bias is None else base_buffer(matrix.bias))
+
+
+def slab_key(matrix: Matrix) -> tuple[object, ...]:
+    """Equal for matrices of the same layout in the same slabs."""
+    layouts = ((shard.layout, shard.n) for shard in matrix.shards)
+    return *layouts, *(id(base_buffer(buffer)) for buffer in matrix_buffers(matrix))
+
+
+def slab_index(matrix: Matrix) -> int:
+    if not in_slabs(matrix):
+        return 0
+    ranges = (buffer for buffer in matrix_buffers(matrix) if isinstance(buffer, BufferRange))
+    (index,) = {part.offset // part.size for part in ranges}
+    return index
+
+
+def layer_range(first: Bindable, count: int) -> AnyBuffer:
+    """The ranges of `count` layers, of which the first is given."""
+    if isinstance(first, BufferRange):
+        return BufferRange(first.buffer, first.offset, count * first.size)
+    return as_buffer(first)
+
+
+def layer_stride(width: int) -> int:
+    """Bytes from one layer's `width` words of an inter-stage buffer to the next layer's."""
+    return 4 * (width + constants("grid_barrier")["LINE_PADDING"])
+
+
+def inter_stage_widths(c: ModelConfig) -> tuple[int, ...]:
+    """Words of a layer in the inter-stage buffers: q, mid, act, partial, stats."""
+    splits = c.heads * routes.fused_max_splits(c.kv_heads)
+    return c.q_width, c.dim, c.ffn_dim, splits * c.head_dim, 2 * splits
+
+
+@dataclass(frozen=True, slots=True)
+class InterStage:
+    """The buffers between stages, by layer."""
+
+    q: BufferRange  # queries
+    mid: BufferRange  # the residual stream after attention
+    act: BufferRange  # silu(gate) * up
+    partial: BufferRange  # attention's splits
+    stats: BufferRange
+
+
+class FusedDecode:
+    """All layers for one token row: from row 0 of x to row `layers`."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        config: ModelConfig,
+        weights: Weights,
+        cache: BufferKvCache,
+        x: Buffer,
+        barrier: BufferRange,
+        int8: bool,
+    ) -> None:
+        self.ops, self.config, self.weights, self.cache = ops, config, weights, cache
+        self.gpu, self.x, self.barrier, self.int8 = ops.gpu, x, barrier, int8
+        self.inputs = Inputs.INT8 if int8 else Inputs.F32
+        self.grid = routes.grid_sizes(config.dim, self.gpu.caps)[0]
+        self.same_storage = False  # one kernel for each run of layers of the same storage
+        self.layer_tables: dict[bytes, Buffer] = {}
+        sizes = [config.layers * layer_stride(width) for width in inter_stage_widths(config)]
+        self.between = InterStage(*padded_ranges(self.gpu, sizes, "inter-stage"))
+
+    def buffers(self) -> list[Bindable]:
+        return [self.between.q.buffer, *self.layer_tables.values()]
+
+    def dispatches(self) -> list[Dispatch]:
+        """One, or as few as bindings allow. Layers of different storage share one where a kernel may bind enough."""
+        found = self.kernels(self.same_storage)
+        limit = self.gpu.caps.storage_buffers
+        if not self.same_storage and any(d.source.count("var<storage") > limit for d in found):
+            return self.kernels(same_storage=True)
+        return found
+
+    def kernels(self, same_storage: bool) -> list[Dispatch]:
+        """One kernel for each run of layers whose KV cache and norms share bindings; with `same_storage`, all else
+        too.
+        """
+        layers, caches = self.weights.layers, self.cache.layers
+
+        def bound(i: int) -> tuple[int, ...]:
+            layer = layers[i]
+            own = [
+                buffer
+                for matrix in layer.matrices
+                for buffer in matrix_buffers(matrix)
+                if same_storage or not isinstance(buffer, BufferRange)
+            ]
+            shared = (layer.attn_norm, layer.ffn_norm, caches[i].keys, caches[i].values)
+            return tuple(id(base_buffer(as_buffer(buffer))) for buffer in (*shared, *own))
+
+        found = []
+        for _, run in groupby(range(len(layers)), bound):
+            members = list(run)
+            stages = self.stages(members)
+            table = self.layer_table(members)
+            found.append(self.gpu.fused(stages, self.grid.workgroups, self.barrier, table))
+        return found
+
+    def stages(self, members: list[int]) -> list[Stage]:
+        c, gpu, count, between = self.config, self.gpu, len(members), self.between
+        first, cache = self.weights.layers[members[0]], self.cache.layers[members[0]]
+        keys, values = layer_range(cache.keys, count), layer_range(cache.values, count)
+        attn_norm, ffn_norm = layer_range(first.attn_norm, count), layer_range(first.ffn_norm, count)
+        x = BufferRange(self.x, members[0] * layer_stride(c.dim), (count + 1) * layer_stride(c.dim))
+        splits: Consts = {"WINDOW": c.sliding_window, "MAX_SPLITS": routes.fused_max_splits(c.kv_heads)}
+        own: Consts = {
+            "SUBGROUPS_PER_HEAD": routes.fused_subgroups_per_head(c.heads_per_kv, self.grid, gpu.caps),
+            "WORKGROUP": self.grid.invocations,
+            "PARTIAL": True,
+        }
+        shape, parts = attention_shape(c, 1), ("split_count_dynamic",)
+        buffers = AttentionBuffers(between.q, keys, values, between.partial, between.stats)
+        mode = AttentionMode(self.cache.kv_type)
+        attention = self.ops.attend(shape, buffers, mode, consts=splits | own, parts=parts)
+        merge = PrologueSpec(Prologue.MERGE, {"stats": between.stats}, splits | {"HEAD_DIM": c.head_dim}, parts)
+
+        def linear(
+            column: int, x: AnyBuffer, output: Callable[[Matrix], Output], inputs: Inputs, prologue: PrologueSpec
+        ) -> list[Stage]:
+            return [
+                replace(stage, column=column, variant=number)
+                for number, matrix in enumerate(self.variants(members, column).values())
+                for stage in self.linear(x, slab_matrix(matrix), output, inputs, prologue)
+            ]
+
+        def to_qkv(matrix: Matrix) -> Output:
+            return ops.qkv(c, matrix, QkvBuffers(between.q, keys, values, self.cache.rope), self.cache.kv_type)
+
+        # f32 inputs of the down projection that do not fit into workgroup memory are read where they are
+        fits = self.int8 or routes.fits_shared_memory(c.ffn_dim, shape, False, self.grid, gpu.caps)
+        down_inputs = self.inputs if fits else Inputs.INTERLEAVED
+        copy = PrologueSpec(Prologue.NORM, {}, {"NORM": False})
+        down = copy if fits else ops.NO_PROLOGUE
+        return [
+            *linear(0, x, to_qkv, self.inputs, self.norm(attn_norm)),
+            Stage(attention.source, attention.bindings, (c.kv_heads, "split_count()", 1)),
+            *linear(1, between.partial, lambda m: ops.sum_to(between.mid, x, m), self.inputs, merge),
+            *linear(2, between.mid, lambda m: ops.swiglu(between.act, m, not fits), self.inputs, self.norm(ffn_norm)),
+            *linear(3, between.act, lambda m: ops.sum_to(x, between.mid, m, layer_offset=1), down_inputs, down),
+        ]
+
+    def variants(self, members: Sequence[int], column: int) -> dict[tuple[object, ...], Matrix]:
+        """The different matrices that layers have in a column, by their slabs."""
+        found: dict[tuple[object, ...], Matrix] = {}
+        for i in members:
+            matrix = self.weights.layers[i].matrices[column]
+            found.setdefault(slab_key(matrix), matrix)
+        return found
+
+    def norm(self, weight: AnyBuffer) -> PrologueSpec:
+        return PrologueSpec(Prologue.NORM, {"norm": weight}, {"EPS": self.config.norm_eps})
+
+    def linear(
+        self,
+        x: AnyBuffer,
+        matrix: Matrix,
+        output: Callable[[Matrix], Output],
+        inputs: Inputs,
+        prologue: PrologueSpec,
+    ) -> list[Stage]:
+        """A stage for each shard.
+
+        All take the inputs that the first shard's prologue computed, if all of their workgroups took part in it.
+        """
+        found: list[Stage] = []
+        busy: list[int] = []
+        for shard in matrix.shards:
+            shape = shard.shape(1, inputs, prologue.prologue)
+            route = routes.fused_linear(shape, self.grid, self.gpu.caps)
+            busy.append(min(self.grid.workgroups, self.ops.workgroups(route, shape)))
+            ready: Consts = {}
+            if prologue.prologue is not Prologue.NONE:
+                ready = {"INPUTS_READY": bool(found) and busy[-1] <= busy[0]}
+            own = replace(prologue, consts=prologue.consts | ready)
+            single = replace(matrix, shards=(shard,))
+            (dispatch,) = self.ops.linear(x, single, 1, output(matrix), inputs, own, (route,))
+            assert not callable(dispatch.grid)
+            found.append(Stage(dispatch.source, dispatch.bindings, dispatch.grid))
+        return found
+
+    def layer_table(self, members: Sequence[int]) -> Buffer:
+        """The layer table of gpu.fuse: variants and slab indices."""
+        slabs = [list(self.variants(members, column)) for column in range(4)]
+        rows = [[len(members), 0, 0, 0]]
+        for i in members:
+            each = zip(self.weights.layers[i].matrices, slabs, strict=True)
+            rows.append([known.index(slab_key(matrix)) << 16 | slab_index(matrix) for matrix, known in each])
+        return self._table(np.array(rows, np.uint32))
+
+    def _table(self, rows: NDArray[np.uint32]) -> Buffer:
+        key = rows.tobytes()
+        if key not in self.layer_tables:
+            self.layer_tables[key] = self.gpu.upload(rows, "layers", wgpu.BufferUsage.UNIFORM)
+        return self.layer_tables[key]
+
+    def probe(self, recorder: Recorder) -> bool:
+        """Find a grid size whose workgroups run at the same time and see each other's stores.
+
+        Afterwards position 0 of the KV cache and the residual stream hold anything.
+        """
+        litmus_table = self._table(np.array([[LITMUS_LAYERS, 0, 0, 0]], np.uint32))
+        probed: list[list[str]] = []
+        for grid, same_storage in product(routes.grid_sizes(self.config.dim, self.gpu.caps), (False, True)):
+            self.grid, self.same_storage = grid, same_storage
+            dispatches = self.dispatches()
+            if (sources := [dispatch.source for dispatch in dispatches]) in probed:
+                continue
+            probed.append(sources)
+            self.gpu.write(self.barrier, np.array([0, 0, PROBE_SPIN_LIMIT, 0], np.uint32))
+            try:
+                recorder.submit([Step(Plan(dispatches))])
+            except wgpu.GPUError:  # the driver refuses so large a kernel, or so many bindings
+                continue
+            passed = all(
+                np.array_equal(*barrier_litmus_test(self.gpu, grid, self.barrier, litmus_table, seed))
+                for seed in (1, 2, 3)
+            )
+            if passed and not timed_out(self.gpu, self.barrier):
+                self.gpu.write(self.barrier, np.array([SPIN_LIMIT], np.uint32), offset=8)
+                return True
+        return False
+
+
+def timed_out(gpu: Gpu, barrier: BufferRange) -> bool:
+    return bool(gpu.read(barrier, np.uint32, 2)[1])
+
+
+def barrier_litmus_test(
+    gpu: Gpu, grid: GridSize, barrier: AnyBuffer, layers: Buffer, seed: int = 1
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Values that each layer takes from other workgroups of the layer before, and what they should be.
+
+    With every seed the rows begin elsewhere in a cache line.
+    """
+    n, shift = constants("barrier_litmus")["N"], constants("barrier_litmus")["SHIFT"]
+    first, stride = 12 * seed, layer_stride(n)
+    words = np.arange(seed, seed + first + (LITMUS_LAYERS + 1) * stride // 4, dtype=np.uint32) * np.uint32(2654435761)
+    y = gpu.upload(words, "litmus")  # what is read too early is neither zero nor left by another test
+    consts: Consts = {"WORKGROUP": grid.invocations, "FIRST_WORD": first}
+    single = gpu.dispatch("barrier_litmus", (), consts, {"y": y}, (n // grid.invocations, 1, 1))
+    assert not callable(single.grid)
+    fused = gpu.fused([Stage(single.source, single.bindings, single.grid)], grid.workgroups, barrier, layers)
+    Recorder(gpu).submit([Step(Plan([fused]))])
+    got = gpu.read(y, np.uint32, n, offset=4 * first + LITMUS_LAYERS * stride)
+    gpu.free(y)
+    return got, np.roll(words[first : first + n], -LITMUS_LAYERS * shift) + np.uint32(LITMUS_LAYERS)

@@ -1,0 +1,248 @@
+"""The one load path: from a model source and options to an engine.
+
+Every command and the Python API open models here.
+"""
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamagpu.engine import routes
+from llamagpu.engine.engine import Engine
+from llamagpu.engine.fused_decode import can_fuse
+from llamagpu.engine.kv_cache import POSITION_MULTIPLE
+from llamagpu.engine.memory import MemoryPlan, memory_limit
+from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision, Settings
+from llamagpu.engine.precision import resolve_precision
+from llamagpu.engine.synthetic import SyntheticFile
+from llamagpu.engine.weights import Weights, WeightTarget, allocate_weights, load_weights
+from llamagpu.errors import DoesNotFit, error_context
+from llamagpu.files.config import ModelConfig, check_tensors
+from llamagpu.files.matrices import MatrixSource
+from llamagpu.files.packed_file import ModelFile, file_matrices, open_model_file
+from llamagpu.files.repack import to_f32
+from llamagpu.files.texture_layout import texture_layout
+from llamagpu.gpu.buffers import nbytes
+from llamagpu.gpu.device import Gpu
+from llamagpu.gpu.dry_gpu import DryGpu
+from llamagpu.gpu.timing import wait_idle
+
+FIRST_CAPACITY = 1024  # positions that the KV cache starts with when no context is given; it doubles as the text grows
+MIN_USEFUL_CONTEXT = 64
+Source = Path | str  # a file, or the name of a synthetic model
+Progress = Callable[[int, int], None]
+OnPlan = Callable[[MemoryPlan, Gpu], None]
+
+
+@dataclass(slots=True)
+class LoadTimes:
+    """Seconds of each stage of loading, for `-v` and `bench`."""
+
+    open_s: float = 0.0  # read the file's header and the tokenizer's tables
+    device_s: float = 0.0
+    weights_s: float = 0.0  # repack and upload
+    compile_s: float = 0.0  # the first plan
+    prompt_s: float = 0.0  # `Llama.load_prompt`
+
+    @property
+    def total_s(self) -> float:
+        return self.open_s + self.device_s + self.weights_s + self.compile_s + self.prompt_s
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """An opened model, before anything is on a device."""
+
+    file: ModelFile | SyntheticFile
+    config: ModelConfig
+    matrices: list[MatrixSource]
+
+    def close(self) -> None:
+        self.file.close()
+
+    @property
+    def freq_factors(self) -> NDArray[np.float32] | None:
+        factors = self.file.tensors.get("rope_freqs.weight")
+        return None if factors is None else to_f32(factors)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Weights on a device, and the engine that was made for the options."""
+
+    source: ModelSource
+    gpu: Gpu
+    options: EngineOptions
+    settings: Settings
+    weights: Weights
+    engine: Engine
+    memory: MemoryPlan
+    owns_gpu: bool
+    times: LoadTimes = field(default_factory=LoadTimes)
+
+    def close(self) -> None:
+        """Close the file, and the device if it was opened for this model."""
+        self.source.close()
+        if self.owns_gpu:
+            self.gpu.close()
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.source.config
+
+    def another_engine(self, options: EngineOptions, gpu: Gpu | None = None) -> Engine:
+        """A second engine on the same weights, with another context, chunk or KV type; `gpu` may wrap the device."""
+        gpu = gpu or self.gpu
+        wanted = replace(options, backend=self.settings.backend, precision=self.settings.precision)
+        settings = resolve(wanted, self.source, gpu)
+        check_memory(self.source, settings, gpu, weights=False)
+        return Engine(gpu, self.config, self.weights, settings, self.source.freq_factors)
+
+    def check_memory(self, capacity: int) -> MemoryPlan:
+        """What the model takes with a KV cache of `capacity` positions; refused when it does not fit."""
+        return check_memory(self.source, replace(self.settings, capacity=capacity), self.gpu)
+
+
+def open_source(source: Source) -> ModelSource:
+    """Open a file or a synthetic model and check that it can be run."""
+    if isinstance(source, Path):
+        file: ModelFile | SyntheticFile = open_model_file(source)
+    else:
+        file = SyntheticFile(source)
+    try:
+        with error_context(source):
+            if isinstance(file, SyntheticFile):
+                return ModelSource(file, file.config, file.matrices())
+            config = ModelConfig.from_gguf(file.metadata, file.tensors)
+            check_tensors(config, file.tensors)
+            return ModelSource(file, config, file_matrices(file, config))
+    except BaseException:
+        file.close()
+        raise
+
+
+def resolve(options: EngineOptions, source: ModelSource, gpu: Gpu) -> Settings:
+    """The options as they hold for this model on this adapter."""
+    c, caps = source.config, gpu.caps
+    if options.context and options.context > c.context:
+        raise DoesNotFit(
+            f"a context of {options.context} was asked for; the model was trained for {c.context}",
+            f"use -c {c.context} or less",
+        )
+    precision = resolve_precision(gpu, options.precision)
+    layouts = (texture_layout(layout) for matrix in source.matrices for layout, _ in matrix.rows)
+    textures = (
+        precision is Precision.HIGH
+        and options.kv_type is not KvType.F16
+        and options.backend is not Backend.BUFFERS
+        and routes.suits_textures(c.dim, c.ffn_dim, c.head_dim, c.rope_dims, layouts, caps)
+    )
+    backend = Backend.TEXTURES if textures else Backend.BUFFERS
+    context = options.context or min(c.context, routes.max_positions(c.head_dim, caps, textures) or c.context)
+    better = KvType.F32 if textures or not caps.native_f16 else KvType.F16
+    chunk = options.chunk or routes.default_chunk(caps, precision is Precision.FAST)
+    capacity = context if options.context else min(context, FIRST_CAPACITY)
+    return Settings(precision, options.kv_type or better, backend, min(chunk, context), context, capacity)
+
+
+def load_model(
+    source: Source | ModelSource,
+    options: EngineOptions,
+    *,
+    gpu: Gpu | None = None,
+    progress: Progress | None = None,
+    on_plan: OnPlan | None = None,
+) -> LoadedModel:
+    """Open a model on a device. `gpu` is an open device to share; else one is opened, and closed with the model.
+
+    The memory plan is made, given to `on_plan` and checked before anything is allocated.
+    """
+    times, started = LoadTimes(), time.perf_counter()
+    with ExitStack() as undo:
+        if not isinstance(source, ModelSource):
+            source = undo.enter_context(closing(open_source(source)))
+        times.open_s, started = elapsed(started)
+        owns_gpu = gpu is None
+        gpu = gpu or undo.enter_context(closing(Gpu.open(options.device)))
+        settings = resolve(options, source, gpu)
+        times.device_s, started = elapsed(started)
+        memory = check_memory(source, settings, gpu, on_plan=on_plan)
+        weights = load_source(source, settings, gpu, progress)
+        times.weights_s, started = elapsed(started)
+        engine = Engine(gpu, source.config, weights, settings, source.freq_factors)
+        engine.model.plan(1)
+        times.compile_s, started = elapsed(started)
+        undo.pop_all()
+        return LoadedModel(source, gpu, options, engine.settings, weights, engine, memory, owns_gpu, times)
+
+
+def plan_memory(source: ModelSource, settings: Settings, gpu: Gpu, weights: bool = True) -> MemoryPlan:
+    """What weights, KV cache and scratch take: the code that allocates runs on a device that only counts.
+
+    Without `weights`, what a second engine on the same weights takes.
+    """
+    dry = DryGpu(gpu)
+    allocated = allocate_source(source, settings, dry)
+    weight_bytes = dry.allocated_bytes
+    cache = Engine(dry, source.config, allocated, settings, probe=False).cache
+    cache_bytes = sum(nbytes(resource) for resource in (*cache.resources(), cache.rope))
+    scratch_bytes = dry.allocated_bytes - weight_bytes - cache_bytes
+    return MemoryPlan(weight_bytes if weights else 0, cache_bytes, scratch_bytes, settings.capacity)
+
+
+def check_memory(
+    source: ModelSource, settings: Settings, gpu: Gpu, weights: bool = True, on_plan: OnPlan | None = None
+) -> MemoryPlan:
+    """The plan, which `on_plan` sees first. One that is over the limit is refused, with the context that fits."""
+    plan = plan_memory(source, settings, gpu, weights)
+    if on_plan:
+        on_plan(plan, gpu)
+    limit = memory_limit(gpu)
+    if not limit or plan.total <= limit:
+        return plan
+
+    def total(context: int) -> int:
+        smaller = replace(settings, context=context, capacity=context, chunk=min(settings.chunk, context))
+        return plan_memory(source, smaller, gpu, weights).total
+
+    contexts = range(MIN_USEFUL_CONTEXT, settings.capacity, POSITION_MULTIPLE)
+    fitting = bisect_right(contexts, limit, key=total)
+    raise DoesNotFit(
+        f"the model needs {plan.total / 2**20:,.1f} MiB and there are {limit / 2**20:,.1f} MiB",
+        f"use -c {contexts[fitting - 1]} or less" if fitting else "use a smaller model or quantisation",
+    )
+
+
+def load_source(source: ModelSource, settings: Settings, gpu: Gpu, progress: Progress | None = None) -> Weights:
+    """Allocate the weights and fill them."""
+    weights = allocate_source(source, settings, gpu)
+    target = WeightTarget.of(settings.backend, settings.precision, gpu.caps)
+    if isinstance(source.file, SyntheticFile):
+        source.file.fill(weights, gpu)
+        wait_idle(gpu)
+        return weights
+    name = source.file.path
+    with error_context(name):
+        load_weights(weights, source.matrices, source.file.tensors, source.config, gpu, target, progress)
+    return weights
+
+
+def allocate_source(source: ModelSource, settings: Settings, gpu: Gpu) -> Weights:
+    """The weights without data. Slabs serve fused decode in either precision."""
+    target = WeightTarget.of(settings.backend, settings.precision, gpu.caps)
+    in_slabs = settings.backend is Backend.BUFFERS and any(
+        can_fuse(source.config, gpu.caps, int8) for int8 in (True, False)
+    )
+    return allocate_weights(source.matrices, source.config, gpu, target, in_slabs)
+
+
+def elapsed(started: float) -> tuple[float, float]:
+    """Seconds since `started`, and now."""
+    now = time.perf_counter()
+    return now - started, now

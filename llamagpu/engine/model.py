@@ -1,0 +1,390 @@
+"""The model on the device: weights, the buffers between kernels, and plans (lists of dispatches).
+
+Plans are keyed by the width of a step and by context bucket, never by who asked. Which rows a step has, of which
+sequences, is in its inputs (engine/step_inputs.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from llamagpu.engine import ops, routes
+from llamagpu.engine.device_sampler import DeviceSampler
+from llamagpu.engine.fused_decode import FusedDecode, layer_stride
+from llamagpu.engine.kv_cache import BufferKvCache, KvCache, LayerCache
+from llamagpu.engine.ops import (
+    AttentionBuffers,
+    AttentionMode,
+    Consts,
+    Ops,
+    Output,
+    PrologueSpec,
+    QkvBuffers,
+    attention_shape,
+    tagged,
+)
+from llamagpu.engine.options import Precision, Settings
+from llamagpu.engine.routes import Epilogue, Inputs, Prologue
+from llamagpu.engine.step_inputs import StepInputs
+from llamagpu.engine.weights import Layer, Matrix, Weights
+from llamagpu.files.config import ModelConfig
+from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange
+from llamagpu.gpu.caps import Caps
+from llamagpu.gpu.device import Dispatch, Gpu
+from llamagpu.gpu.recorder import Plan
+
+INT8_BLOCK_BYTES = 48  # of 32 activations: 32 int8, then four f32
+PREFILL_WIDTH = 512  # the shape by which a model is found to suit int8 activations of many rows
+
+
+class PlanKind(Enum):
+    STEP = auto()  # from tokens to the logits of the last row of each segment
+    SCORE = auto()  # from tokens to the log probability of each row's target
+    GREEDY = auto()  # from candidates to the next token
+    SAMPLE = auto()  # from logits to the next token
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKey:
+    kind: PlanKind
+    width: int = 1  # token rows
+    bucket: int = 0  # context bucket; 0: the plan does not depend on it
+    embed: bool = True
+
+
+class Model:
+    """What both backends share. `BufferModel` and `TextureModel` build the dispatches."""
+
+    def __init__(self, gpu: Gpu, config: ModelConfig, weights: Weights, cache: KvCache, settings: Settings) -> None:
+        self.gpu, self.config, self.weights, self.cache, self.settings = gpu, config, weights, cache, settings
+        # int8 activations, for one row and for many; a file with odd shapes or types stays with f32
+        fast = settings.precision is Precision.FAST
+        self.int8_decode = fast and suits_int8(weights, gpu.caps, 1)
+        self.int8_prefill = fast and suits_int8(weights, gpu.caps, PREFILL_WIDTH)
+        self.step = StepInputs(gpu)
+        self.ops = Ops(gpu, self.step.buffer)
+        self.plans: dict[PlanKey, Plan] = {}
+        self._planned_for = cache.version
+        c, rows = config, settings.chunk
+        self.logits = gpu.zeros(c.vocab * 4, "logits")  # [vocab] of the last row
+        self.candidates = gpu.zeros(-(-c.vocab // 2) * 8, "candidates")  # (logit, id), at most one per pair of rows
+        self.targets = gpu.zeros(rows * 4, "targets")  # [m] u32, for perplexity: the id after each
+        self.scores = gpu.zeros(rows * 4, "scores")  # [m] f32, its log probability
+        self.sampler = DeviceSampler(gpu, settings.slots)
+
+    @property
+    def precision(self) -> Precision:
+        return Precision.FAST if self.int8_decode else Precision.HIGH
+
+    @property
+    def chunk(self) -> int:
+        return self.settings.chunk
+
+    @property
+    def fused(self) -> bool:
+        return False
+
+    @property
+    def barrier(self) -> BufferRange | None:
+        """The grid barrier of fused decode."""
+        return None
+
+    def free(self) -> None:
+        """Free what this model allocated; weights and KV cache are the caller's."""
+        self.plans.clear()
+        self.gpu.free(*self.scratch())
+
+    def scratch(self) -> list[Bindable]:
+        """Every buffer and texture of the model, once."""
+        own = [self.step.buffer, self.logits, self.candidates, self.targets, self.scores]
+        return [*own, self.sampler.ring, self.sampler.settings]
+
+    # Plans
+
+    def plan(self, rows: int, position: int = 0, embed: bool = True) -> Plan:
+        """From up to `rows` token rows to the logits of the last one and the candidates of sampling.
+
+        Without `embed` the first embedding is in x already: the sampling kernel looked it up.
+        """
+        width = self.plan_width(rows)
+        key = PlanKey(PlanKind.STEP, width, self.context_bucket(width, position), embed)
+        return self._cached(key, lambda: self.step_dispatches(key, position))
+
+    def score_plan(self, rows: int) -> Plan:
+        """From `rows` token rows to the log probability of each row's target."""
+        key = PlanKey(PlanKind.SCORE, rows, self.context_bucket(rows, 0))
+        return self._cached(key, lambda: self.score_dispatches(rows))
+
+    def sample_plan(self, greedy: bool) -> Plan:
+        """The next token of each segment, chosen on the device."""
+        key = PlanKey(PlanKind.GREEDY if greedy else PlanKind.SAMPLE)
+        return self._cached(key, lambda: tagged([self.sample_dispatch(greedy)], "sampling", None))
+
+    def _cached(self, key: PlanKey, build: Callable[[], list[Dispatch]]) -> Plan:
+        if self._planned_for != self.cache.version:  # the buffers of the KV cache are others
+            self.plans.clear()
+            self._planned_for = self.cache.version
+        if key not in self.plans:
+            self.plans[key] = Plan(build())
+        return self.plans[key]
+
+    def plan_width(self, rows: int) -> int:
+        return rows
+
+    def context_bucket(self, width: int, position: int) -> int:
+        raise NotImplementedError
+
+    def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]:
+        raise NotImplementedError
+
+    def score_dispatches(self, rows: int) -> list[Dispatch]:
+        raise NotImplementedError
+
+    def sample_dispatch(self, greedy: bool) -> Dispatch:
+        raise NotImplementedError
+
+    def layer_dispatches(self, rows: int) -> list[Dispatch]:
+        """From token rows to the residual stream after the last layer, every op a dispatch."""
+        raise NotImplementedError
+
+    def samples_on_device(self, top_k: int) -> bool:
+        """Whether the sampling kernel can sample from this model's logits: candidates are runs of 32 or 64 rows."""
+        return 1 <= top_k <= 64 and all(shard.row0 % 64 == 0 for shard in self.weights.output.shards)
+
+    @property
+    def embeds_next(self) -> bool:
+        """Whether sampling leaves the next token's embedding in x."""
+        return False
+
+
+class BufferModel(Model):
+    """The model on storage buffers: every adapter."""
+
+    cache: BufferKvCache
+
+    def __init__(
+        self, gpu: Gpu, config: ModelConfig, weights: Weights, cache: BufferKvCache, settings: Settings
+    ) -> None:
+        super().__init__(gpu, config, weights, cache, settings)
+        self.norm_in_linear = routes.norm_in_linear(config.dim, gpu.caps)
+        # Attention of many rows in int8 and f16. Biases can make keys so large that int8 does not tell them apart.
+        self.int8_attention = self.int8_prefill and all(layer.qkv.bias is None for layer in weights.layers)
+        self._allocate()
+        self.fused_decode: FusedDecode | None = None
+        if cache.fused:
+            barrier, int8 = self.sampler.barrier, self.int8_decode
+            self.fused_decode = FusedDecode(self.ops, config, weights, cache, self.x, barrier, int8)
+
+    def _allocate(self) -> None:
+        """The buffers that kernels of a step hand to each other."""
+        gpu, c, rows = self.gpu, self.config, self.chunk
+        # with int8 blocks nobody needs the f32 values, but where attention's kernel cannot write blocks
+        f32_rows = rows if not (self.int8_decode and self.int8_prefill) else 1
+        int8_rows = rows if self.int8_prefill else 1
+        attended = f32_rows if routes.attention_quantises(attention_shape(c, 1), gpu.caps) else rows
+        widest = max(c.dim, c.q_width)
+        # [m, dim] residual stream; fused decode: [layers + 1, dim] with cache-line padding
+        self.x = gpu.zeros(max(rows * c.dim * 4, (c.layers + 1) * layer_stride(c.dim)), "x")
+        self.h = gpu.zeros(attended * widest * 4, "h")  # [m, dim] normalised; [m, heads, head_dim] attended
+        self.q = gpu.zeros(rows * c.q_width * 4, "q")  # [m, heads, head_dim] rotated queries
+        self.act = gpu.zeros(f32_rows * c.ffn_dim * 4, "act")  # [m, ffn] silu(gate) * up
+        blocks = int8_rows * INT8_BLOCK_BYTES
+        self.h_int8 = gpu.zeros(blocks * widest // 32, "h_int8")  # [m, dim/32] blocks: normalised, then attended
+        self.act_int8 = gpu.zeros(blocks * c.ffn_dim // 32, "act_int8")  # [m, ffn/32] blocks
+        splits = c.heads * routes.MAX_SPLITS
+        self.partial = gpu.zeros(splits * c.head_dim * 4, "partial")  # [heads, splits, head_dim]
+        self.stats = gpu.zeros(splits * 8, "stats")  # [heads, splits] (top, total)
+        separate = any(len(layer.gate_up) > 1 for layer in self.weights.layers)
+        self.up = gpu.zeros(rows * c.ffn_dim * 4, "up") if separate else None  # [m, ffn], for gate_and_up
+
+    def scratch(self) -> list[Bindable]:
+        own: list[Bindable | None] = [self.x, self.h, self.q, self.act, self.h_int8, self.act_int8]
+        own += [self.partial, self.stats, self.up]
+        fused = self.fused_decode.buffers() if self.fused_decode else []
+        return [*super().scratch(), *(buffer for buffer in own if buffer is not None), *fused]
+
+    @property
+    def fused(self) -> bool:
+        return self.fused_decode is not None
+
+    @property
+    def barrier(self) -> BufferRange | None:
+        return self.sampler.barrier if self.fused_decode else None
+
+    def unfuse(self) -> None:
+        """From here on every op of one row is a dispatch of its own, which can be timed."""
+        if self.fused_decode:
+            self.gpu.free(*self.fused_decode.buffers())
+            self.fused_decode = None
+            self.plans.clear()
+            self.sampler.clear_barrier()  # a probe may have timed out
+
+    # Plans
+
+    def plan_width(self, rows: int) -> int:
+        return min(self.chunk, routes.plan_width(rows, self.chunk))
+
+    def context_bucket(self, width: int, position: int) -> int:
+        """The bucket of positions for which the plan is the same; 0 where attention is not split."""
+        if self.attention_kernel(width) != "attend_split" or (width == 1 and self.fused):
+            return 0
+        window = self.config.sliding_window or position + 1
+        return routes.context_bucket(min(position + 1, window))
+
+    def attention_kernel(self, m: int) -> str:
+        return routes.select(routes.ATTEND, attention_shape(self.config, m), self.gpu.caps).kernel
+
+    def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]:
+        m, head = key.width, self.weights.output
+        body = self.body(m, key.bucket, key.embed)
+        norm = self.norm(self.weights.output_norm, 1, last_rows=True, x=self.after_layers(m))
+        logits = self.ops.output_head(self.normed(1), head, self.logits, self.candidates, self.inputs(1))
+        return [*body, *tagged([norm], "output_norm", None), *tagged(logits, "output", None)]
+
+    def layer_dispatches(self, rows: int) -> list[Dispatch]:
+        return self.body(rows, self.context_bucket(rows, 0))
+
+    def body(self, m: int, bucket: int, embed: bool = True) -> list[Dispatch]:
+        """From token rows to the residual stream after the last layer; keys and values go into the KV cache."""
+        dispatches: list[Dispatch] = []
+        if embed:
+            dispatches += tagged(self.ops.embed(self.weights.token_embd, self.x, m), "embedding", None)
+        if m == 1 and self.fused_decode:
+            return dispatches + self.fused_decode.dispatches()
+        for i, (layer, cache) in enumerate(zip(self.weights.layers, self.cache.layers, strict=True)):
+            dispatches += self.layer(i, layer, cache, m, bucket)
+        return dispatches
+
+    def after_layers(self, m: int) -> AnyBuffer:
+        """Where `body` leaves the residual stream."""
+        if m == 1 and self.fused_decode:
+            c = self.config
+            return BufferRange(self.x, c.layers * layer_stride(c.dim), 4 * c.dim)
+        return self.x
+
+    def layer(self, i: int, layer: Layer, cache: LayerCache, m: int, bucket: int) -> list[Dispatch]:
+        buffers = QkvBuffers(self.q, cache.keys, cache.values, self.cache.rope)
+        to_qkv = ops.qkv(self.config, layer.qkv, buffers, self.cache.kv_type, one_segment=m > 1)
+        return [
+            *self.norm_linear(i, "attn_norm", layer.attn_norm, "qkv", layer.qkv, m, to_qkv),
+            *self.attend_linear(i, layer.attn_output, cache, m, bucket),
+            *self.feed_forward(i, layer, m),
+        ]
+
+    def norm_linear(
+        self, i: int, norm_op: str, norm: Bindable, op: str, matrix: Matrix, m: int, output: Output
+    ) -> list[Dispatch]:
+        """The linear of the normalised residual stream: one dispatch where its kernel can normalise, else two."""
+        inputs = self.inputs(m)
+        if inputs is Inputs.INT8 and m == 1 and self.norm_in_linear:
+            prologue = PrologueSpec(Prologue.NORM, {"norm": norm}, {"EPS": self.config.norm_eps})
+            return tagged(self.ops.linear(self.x, matrix, m, output, inputs, prologue), op, i)
+        linear = self.ops.linear(self.normed(m), matrix, m, output, inputs)
+        return [*tagged([self.norm(norm, m)], norm_op, i), *tagged(linear, op, i)]
+
+    def norm(self, weight: Bindable, m: int, last_rows: bool = False, x: AnyBuffer | None = None) -> Dispatch:
+        table = routes.NORM_INT8 if self.inputs(m) is Inputs.INT8 else routes.NORM
+        c = self.config
+        return self.ops.rms_norm(x or self.x, weight, self.normed(m), c.dim, c.norm_eps, m, last_rows, table)
+
+    def attend_linear(self, i: int, matrix: Matrix, cache: LayerCache, m: int, bucket: int) -> list[Dispatch]:
+        """Attention and the linear that takes it back to the residual stream.
+
+        The splits of a long context are merged by the linear's kernel where that is cheap, else by a dispatch between.
+        """
+        c, inputs, h = self.config, self.inputs(m), self.normed(m)
+        int8, kernel = inputs is Inputs.INT8, self.attention_kernel(m)
+        splits = routes.split_count(bucket, c.kv_heads, m) if kernel == "attend_split" else 1
+        shape, output = attention_shape(c, m, splits), ops.add(self.x, matrix)
+        quantises = int8 and kernel in routes.QUANTISING_ATTENTION
+        out = self.partial if splits > 1 else h if quantises else self.h
+        buffers = AttentionBuffers(self.q, cache.keys, cache.values, out, self.stats)
+        mode = AttentionMode(self.cache.kv_type, int8, self.int8_attention, max(1, bucket), one_segment=m > 1)
+        attention = tagged([self.ops.attend(shape, buffers, mode)], "attention", i)
+        if splits > 1 and int8 and m == 1 and routes.merge_in_linear(c.q_width, splits):
+            consts: Consts = {"HEAD_DIM": c.head_dim, "SPLITS": splits}
+            prologue = PrologueSpec(Prologue.MERGE, {"stats": self.stats}, consts, ("split_count_fixed",))
+            linear = self.ops.linear(self.partial, matrix, m, output, inputs, prologue)
+            return [*attention, *tagged(linear, "attn_output", i)]
+        between = []
+        if splits > 1:
+            between = [self.ops.attend_merge(shape, self.partial, self.stats, h, int8)]
+        elif int8 and not quantises:
+            between = [self.ops.quantise(self.h, h, c.q_width, m)]
+        linear = self.ops.linear(h, matrix, m, output, inputs)
+        return [*attention, *tagged(between, "attention", i), *tagged(linear, "attn_output", i)]
+
+    def feed_forward(self, i: int, layer: Layer, m: int) -> list[Dispatch]:
+        inputs, down = self.inputs(m), layer.ffn_down
+        int8 = inputs is Inputs.INT8
+        act = self.act_int8 if int8 else self.act
+        if len(layer.gate_up) == 1:
+            gate_up = layer.gate_up[0]
+            output = ops.swiglu_int8(act, gate_up) if int8 else ops.swiglu(act, gate_up)
+            hidden = self.norm_linear(i, "ffn_norm", layer.ffn_norm, "gate_up", gate_up, m, output)
+        else:
+            hidden = self.gate_and_up(i, layer, m)
+        linear = self.ops.linear(act, down, m, ops.add(self.x, down), inputs)
+        return [*hidden, *tagged(linear, "ffn_down", i)]
+
+    def gate_and_up(self, i: int, layer: Layer, m: int) -> list[Dispatch]:
+        """For files whose gate and up have different types: two linears, then silu(gate) * up."""
+        gate, up = layer.gate_up
+        assert self.up is not None
+        return [
+            *tagged([self.norm(layer.ffn_norm, m)], "ffn_norm", i),
+            *tagged(self.ops.linear(self.h, gate, m, ops.store(self.act, gate)), "ffn_gate", i),
+            *tagged(self.ops.linear(self.h, up, m, ops.store(self.up, up)), "ffn_up", i),
+            *tagged([self.ops.silu_mul(self.act, self.up, self.config.ffn_dim, m)], "silu_mul", i),
+        ]
+
+    # Where the activations of a plan are: f32, or int8 blocks (precision fast)
+
+    def inputs(self, m: int) -> Inputs:
+        return Inputs.INT8 if (self.int8_decode if m == 1 else self.int8_prefill) else Inputs.F32
+
+    def normed(self, m: int) -> Buffer:
+        return self.h_int8 if self.inputs(m) is Inputs.INT8 else self.h
+
+    # Sampling and scoring
+
+    @property
+    def embeds_next(self) -> bool:
+        return self.ops.embeds_next(self.weights.token_embd)
+
+    def sample_dispatch(self, greedy: bool) -> Dispatch:
+        head, inputs = self.weights.output, self.inputs(1)
+        count, rows = self.ops.candidate_count(head, inputs), self.ops.candidate_rows(head, inputs)
+        buffers = self.logits, self.candidates
+        return self.sampler.dispatch(self.ops, greedy, buffers, head.n, count, rows, self.weights.token_embd, self.x)
+
+    def score_dispatches(self, rows: int) -> list[Dispatch]:
+        """Logits of all rows, in a buffer that exists only for scoring."""
+        c, head, inputs, h = self.config, self.weights.output, self.inputs(rows), self.normed(rows)
+        logits = self.gpu.zeros(rows * c.vocab * 4, "all logits")  # [m, vocab]
+        x = self.after_layers(rows)
+        norm = self.norm(self.weights.output_norm, rows, x=x)
+        shapes = [shard.shape(rows, inputs) for shard in head.shards]
+        if not all(routes.fits_any(routes.LINEAR, shape, self.gpu.caps) for shape in shapes):
+            # f16, which has no kernel for int8 blocks of many rows
+            inputs, h = Inputs.F32, self.gpu.zeros(rows * c.dim * 4, "normed")
+            norm = self.ops.rms_norm(x, self.weights.output_norm, h, c.dim, c.norm_eps, rows)
+        return [
+            *self.body(rows, self.context_bucket(rows, 0)),
+            norm,
+            *self.ops.linear(h, head, rows, ops.store(logits, head), inputs),
+            self.ops.log_prob(logits, self.targets, self.scores, c.vocab),
+        ]
+
+
+def suits_int8(weights: Weights, caps: Caps, m: int) -> bool:
+    """Every linear has a kernel for int8 blocks, and gate and up are one matrix."""
+
+    def runs(matrix: Matrix, epilogue: Epilogue = Epilogue.ADD) -> bool:
+        shapes = [shard.shape(m, Inputs.INT8, epilogue=epilogue) for shard in matrix.shards]
+        return all(routes.fits_any(routes.LINEAR, shape, caps) for shape in shapes)
+
+    interleaved = all(len(layer.gate_up) == 1 for layer in weights.layers)
+    matrices = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.attn_output, layer.ffn_down)]
+    hidden = all(runs(layer.gate_up[0], Epilogue.SWIGLU_INT8) for layer in weights.layers)
+    return interleaved and all(map(runs, matrices)) and hidden

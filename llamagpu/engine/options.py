@@ -1,0 +1,59 @@
+"""What a user may choose when a model is opened, and what follows from it on one adapter."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from llamagpu.errors import LlamaGpuError
+
+
+class Precision(StrEnum):
+    FAST = "fast"  # activations of quantised linears in int8
+    HIGH = "high"  # activations in f32
+
+
+class KvType(StrEnum):
+    F16 = "f16"
+    F32 = "f32"
+
+    @property
+    def nbytes(self) -> int:
+        return 4 if self is KvType.F32 else 2
+
+
+class Backend(StrEnum):
+    BUFFERS = "buffers"
+    TEXTURES = "textures"  # CPU adapters, which read textures far faster than buffers
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How to open a model. None lets the adapter, or the model, decide."""
+
+    device: str | None = None  # number or part of the name of an adapter, as in `llamagpu devices`
+    context: int | None = None  # positions; None: the cache grows with the text, up to the model's context
+    chunk: int | None = None  # most token rows of one step
+    kv_type: KvType | None = None
+    precision: Precision | None = None
+    backend: Backend | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (("kv_type", KvType), ("precision", Precision), ("backend", Backend)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if value not in list(choices):
+                raise LlamaGpuError(f"{name} is {value!r}", f"choose {' or '.join(choices)}")
+            object.__setattr__(self, name, choices(value))  # a plain string is welcome
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options as they hold for one model on one adapter."""
+
+    precision: Precision
+    kv_type: KvType
+    backend: Backend
+    chunk: int  # most token rows of one step
+    context: int  # most positions of a sequence
+    capacity: int  # positions that the KV cache starts with
+    slots: int = 1  # sequences that the KV cache has room for

@@ -1,0 +1,745 @@
+"""Which kernel runs which shape: the only file that compares m, n, k, group or head_dim with a number.
+
+A table is read from the top. The first row that fits wins, and the last row fits every shape.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from llamagpu.files.storage import Layout, Storage
+from llamagpu.gpu.caps import Caps, Grid
+
+Consts = Mapping[str, int]
+
+
+class Inputs(StrEnum):
+    """The form in which a linear reads its activations."""
+
+    F32 = "f32"
+    INT8 = "int8"  # int8 blocks, as ggml's q8_1
+    INTERLEAVED = "interleaved"  # f32, interleaved by 4 (parts/inputs_interleaved.wgsl)
+
+
+class Prologue(StrEnum):
+    """What a linear's kernel computes on its inputs before the dot products."""
+
+    NONE = "none"
+    NORM = "norm"  # rms_norm
+    MERGE = "merge"  # merges the splits of attention
+
+
+class Epilogue(StrEnum):
+    """What a linear's kernel does with its results; the value is the name of the kernel part."""
+
+    STORE = "epilogue_store"
+    ADD = "epilogue_add"
+    SUM = "epilogue_sum"
+    SWIGLU = "epilogue_swiglu"
+    SWIGLU_INT8 = "epilogue_swiglu_int8"
+    QKV = "epilogue_qkv"
+    LOGITS = "epilogue_logits"
+    TEXTURE_ADD = "epilogue_texture_add"
+    TEXTURE_STORE = "epilogue_texture_store"
+    TEXTURE_TO_BUFFER = "epilogue_texture_to_buffer"
+    TEXTURE_SWIGLU = "epilogue_texture_swiglu"
+    TEXTURE_QKV = "epilogue_texture_qkv"
+
+    @property
+    def needs_workgroup(self) -> bool:
+        """It reads the results of a whole workgroup: a workgroup epilogue."""
+        return self in (Epilogue.SWIGLU_INT8, Epilogue.LOGITS)
+
+
+class Role(StrEnum):
+    """What a kernel part is for. engine/ops.py chooses the file for each role."""
+
+    WEIGHT = "weight"  # dequantises single weights
+    BLOCK = "block"  # dot products of whole blocks, for CPU adapters
+    PLANES = "planes"  # unpacks 32 weights into even and odd bytes
+    DOT = "dot"  # inputs, prologue and the dot product of 32 weights
+    REDUCE = "reduce"  # sums over lanes
+    EPILOGUE = "epilogue"
+    INT8_BLOCK = "int8_block"  # quantises 32 activations
+    TEXTURE = "texture"  # weights in a texture
+    BROADCAST = "broadcast"  # texels that all lanes need
+    SCORE = "score"  # arithmetic of attend_tile
+    KV4 = "kv4"  # the KV cache, 4 dimensions at a time
+    KV8 = "kv8"  # the KV cache, 8 dimensions at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """y[m, n] = x[m, k] @ W[n, k]^T with W in groups of `group`."""
+
+    m: int
+    n: int
+    k: int
+    group: int
+    storage: Storage
+    inputs: Inputs = Inputs.F32
+    prologue: Prologue = Prologue.NONE
+    epilogue: Epilogue = Epilogue.STORE
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """y[m, heads, head_dim] = softmax(q K^T) V over a KV cache."""
+
+    m: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int = 0  # a token sees the last `window` positions, its own included; 0: all
+    scale: float = 1.0
+    splits: int = 1  # parts of the context that attend_split computes separately
+
+    @property
+    def heads_per_kv(self) -> int:
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class RowWise:
+    """An operation on each row of `width` values."""
+
+    width: int
+
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class Route(Generic[S]):
+    kernel: str  # kernels/*/<kernel>.wgsl
+    fits: Callable[[S, Caps], bool]
+    needs: str  # the same in words, for `devices --kernels`
+    grid: Callable[[S, Consts, Caps, int, int], Grid]  # of shape, the kernel's constants, caps, rows, position
+    parts: tuple[Role, ...] = ()
+    consts: Consts = field(default_factory=dict)  # tuning; the file's own values otherwise
+    one_vector: bool = False  # a workgroup has as many invocations as a CPU adapter's vector has lanes
+
+    @property
+    def has_workgroup_epilogue(self) -> bool:
+        """The kernel calls workgroup_epilogue, which sees the rows of a whole workgroup."""
+        return Role.DOT in self.parts or Role.PLANES in self.parts
+
+
+Table = tuple[Route[S], ...]
+
+
+def fits_any(table: Table[S], shape: S, caps: Caps) -> bool:
+    return any(route.fits(shape, caps) for route in table)
+
+
+def select(table: Table[S], shape: S, caps: Caps) -> Route[S]:
+    rows = reversed(table) if caps.scalar else table
+    return next(route for route in rows if route.fits(shape, caps))
+
+
+# Grids
+
+
+def fold(count: int, caps: Caps) -> Grid:
+    """A 1-D count of workgroups as a grid: y takes what the limit on x cannot hold, and kernels undo it."""
+    x = min(count, caps.workgroups)
+    return x, -(-count // x), 1
+
+
+def vector_lanes(caps: Caps) -> int:
+    """Lanes of a CPU adapter's vector.
+
+    A workgroup of one vector leaves no lane idle and is the smallest unit of work, so that few workgroups are spread
+    evenly over the threads.
+    """
+    return caps.subgroup if caps.subgroup in (4, 8, 16) else 8
+
+
+def rows_per_workgroup(c: Consts) -> int:
+    """Matrix rows of a workgroup in which LANES invocations share ROW_PAIRS pairs of rows."""
+    return 2 * c.get("ROW_PAIRS", 1) * c["WORKGROUP"] // c["LANES"]
+
+
+def row_pair_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    return fold(-(-s.n // rows_per_workgroup(c)), caps)
+
+
+def query_tile_grid(s: Attention, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    tokens = 2 * c["WORKGROUP"] // c["OWNERS"] // s.heads_per_kv
+    return s.kv_heads, -(-rows // tokens), 1
+
+
+def row_blocks_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    return fold(-(-s.n // (c["ROWS"] * c["WORKGROUP"])), caps)
+
+
+def tile_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    return -(-s.n // c["TILE_N"]), -(-rows // c["TILE_M"]), 1
+
+
+def texture_tile_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    return -(-s.n // (8 * c["WORKGROUP"])), -(-rows // 4), 1
+
+
+def head_dims_grid(s: Attention, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    return -(-s.kv_heads * s.head_dim // (8 * c["WORKGROUP"])), 1, 1
+
+
+def pairs_by_row_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    x, y, _ = fold(-(-s.n // (2 * c["WORKGROUP"])), caps)
+    return x, y, rows
+
+
+def workgroup_per_pair_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    x, y, _ = fold(-(-s.n // 2), caps)
+    return x, y, rows
+
+
+def row_grid(s: RowWise, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    return rows, 1, 1
+
+
+def value_grid(s: RowWise, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    return fold(-(-rows * s.width // c["WORKGROUP"]), caps)
+
+
+def eighths_grid(s: RowWise, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    return fold(-(-rows * s.width // 8 // c["WORKGROUP"]), caps)
+
+
+def texels_grid(s: RowWise, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    return -(-s.width // (4 * c["WORKGROUP"])), rows, 1
+
+
+def embed_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    return -(-s.k // (8 * c["WORKGROUP"])), rows, 1
+
+
+def embed_value_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    return -(-s.k // c["WORKGROUP"]), rows, 1
+
+
+# Linears: conditions
+
+
+def word_aligned(s: Linear, weights: int) -> bool:
+    """A load of `weights` weights stays inside a row and a group, and x is plain f32."""
+    aligned = s.k % weights == 0 and (s.storage is Storage.F16 or s.group % weights == 0)
+    return s.inputs is Inputs.F32 and no_prologue(s) and aligned
+
+
+def block_aligned(s: Linear) -> bool:
+    """Blocks of 32 inputs, each under one scale or two."""
+    groups = s.storage is Storage.F16 or s.group % 32 == 0 or s.group == 16
+    return s.k % (64 if s.storage is Storage.Q6 else 32) == 0 and groups
+
+
+def no_prologue(s: Linear) -> bool:
+    return s.prologue is Prologue.NONE
+
+
+def is_plain(s: Linear) -> bool:
+    """No prologue, and each result is stored by itself."""
+    return no_prologue(s) and not s.epilogue.needs_workgroup
+
+
+def is_gemv(s: Linear) -> bool:
+    return s.m == 1 and block_aligned(s)
+
+
+def with_prologue(s: Linear) -> bool:
+    return is_gemv(s) and not no_prologue(s)
+
+
+def whole_rows(s: Linear) -> bool:
+    """16-byte loads of one row: the smallest group (k for f16) that they take."""
+    smallest = {Storage.Q4: 32, Storage.Q8: 16, Storage.F16: 8}.get(s.storage)
+    return smallest is not None and s.m == 1 and not s.epilogue.needs_workgroup and word_aligned(s, smallest)
+
+
+# Lanes that share rows, pairs of rows that they share, invocations of a workgroup: the best of 5 to 36 settings per
+# shape of Llama 1B and 8B and SmolLM2 on an H200 (2026-11-15). The choice moves a kernel by up to 2x.
+GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], ...] = (
+    (
+        "logits",
+        lambda s, c: is_gemv(s) and s.epilogue is Epilogue.LOGITS,
+        {"WORKGROUP": 256, "LANES": 32, "ROW_PAIRS": 2},
+    ),
+    (
+        "int8 results, k <= 1024",
+        lambda s, c: is_gemv(s) and s.epilogue.needs_workgroup and s.k <= 1024 and c.invocations >= 1024,
+        {"WORKGROUP": 1024, "LANES": 32, "ROW_PAIRS": 1},
+    ),
+    (
+        "int8 results, k < 4096",
+        lambda s, c: is_gemv(s) and s.epilogue.needs_workgroup and s.k < 4096 and c.invocations >= 512,
+        {"WORKGROUP": 512, "LANES": 32, "ROW_PAIRS": 2},
+    ),
+    (
+        "int8 results",
+        lambda s, c: is_gemv(s) and s.epilogue.needs_workgroup,
+        {"WORKGROUP": 256, "LANES": 32, "ROW_PAIRS": 4},
+    ),
+    (
+        "prologue, k < 3072",
+        lambda s, c: with_prologue(s) and s.k < 3072 and c.invocations >= 512,
+        {"WORKGROUP": 512, "LANES": 32},
+    ),
+    ("prologue", lambda s, c: with_prologue(s) and c.invocations >= 512, {"WORKGROUP": 512, "LANES": 64}),
+    ("prologue, small workgroups", lambda s, c: with_prologue(s), {"WORKGROUP": 256, "LANES": 32}),
+    ("k <= 2048", lambda s, c: is_gemv(s) and s.k <= 2048, {"WORKGROUP": 256, "LANES": 64}),
+    ("k > 2048", lambda s, c: is_gemv(s), {"WORKGROUP": 256, "LANES": 128}),
+)
+
+GEMV_WIDTHS = (4, 8, 16)  # token rows that have GEMV kernels of their own
+GEMM_WIDTHS = (32, 64, 128, 256)  # token rows that have GEMM tiles of their own
+
+# Likewise, and up to how many token rows: more than 8 leave no registers for two pairs of rows.
+GEMV_BATCH_SHAPES: tuple[tuple[str, int, Callable[[Linear, Caps], bool], dict[str, int]], ...] = (
+    (
+        "int8 results",
+        8,
+        lambda s, c: s.epilogue is Epilogue.SWIGLU_INT8 and c.invocations >= 512,
+        {"WORKGROUP": 512, "LANES": 32, "ROW_PAIRS": 2},
+    ),
+    ("each result by itself", 16, lambda s, c: is_plain(s), {"WORKGROUP": 256, "LANES": 64, "ROW_PAIRS": 1}),
+)
+
+INT8_RESULT_TILE = {"TILE_N": 64, "WORKGROUP": 128}  # epilogue_swiglu_int8 takes 64 rows of a workgroup
+
+
+def tile_count(s: Linear, tile_m: int, tile_n: int) -> int:
+    return -(-s.m // tile_m) * -(-s.n // tile_n)
+
+
+# Tiles of linear_gemm_int8: token rows, matrix rows. The smaller the tile, the more k is split within a workgroup,
+# and the more work it is. A small matrix takes the largest tile that still gives a large GPU's 132 cores enough of
+# them. Measured on an H200 with the matrices of Llama 1B and m = 16 to 512 (2026-11-15): the wrong tile costs up to
+# 3x.
+GEMM_TILES: tuple[tuple[str, Callable[[Linear], bool], dict[str, int]], ...] = (
+    (
+        "m <= 32, int8 results",
+        lambda s: s.m <= 32 and not is_plain(s),
+        INT8_RESULT_TILE | {"TILE_M": 32, "TOKENS": 32},
+    ),
+    ("int8 results", lambda s: not is_plain(s), INT8_RESULT_TILE | {"TILE_M": 64, "TOKENS": 64}),
+    ("256 tiles of 64 x 64", lambda s: tile_count(s, 64, 64) >= 256, {"TILE_M": 64, "TILE_N": 64}),
+    ("192 tiles of 64 x 32", lambda s: s.m > 32 and tile_count(s, 64, 32) >= 192, {"TILE_M": 64, "TILE_N": 32}),
+    (  # smaller tiles of groups of 16 take more than 32 KiB of workgroup memory
+        "96 tiles of 32 x 32, or groups of 16",
+        lambda s: tile_count(s, 32, 32) >= 96 or s.group == 16,
+        {"TILE_M": 32, "TILE_N": 32},
+    ),
+    ("fewer", lambda s: True, {"TILE_M": 32, "TILE_N": 16}),
+)
+
+
+def int8_tiles(s: Linear, c: Caps) -> bool:
+    storage = s.storage is not Storage.F16 and block_aligned(s)
+    shape = s.k % 64 == 0 and s.epilogue is not Epilogue.LOGITS and no_prologue(s)
+    return s.inputs is Inputs.INT8 and storage and shape and c.shared_bytes >= 32768
+
+
+WEIGHT_PARTS = (Role.WEIGHT, Role.EPILOGUE)
+DOT_PARTS = (Role.DOT, Role.EPILOGUE, Role.REDUCE)
+
+
+def _gemv_batch_route(
+    width: int, case: str, limit: int, fits: Callable[[Linear, Caps], bool], consts: Consts
+) -> Route[Linear]:
+    needs = f"m <= {width}, k % 32 = 0, group % 32 = 0 or 16, {case}"
+
+    def batch_fits(s: Linear, c: Caps) -> bool:
+        return 1 < s.m <= width and no_prologue(s) and block_aligned(s) and fits(s, c)
+
+    return Route("linear_gemv_batch", batch_fits, needs, row_pair_grid, DOT_PARTS, {"TOKENS": width} | dict(consts))
+
+
+def _gemm_int8_route(case: str, fits: Callable[[Linear], bool], consts: Consts) -> Route[Linear]:
+    needs = f"int8 x, k % 64 = 0, group % 32 = 0 or 16, {case}"
+    parts = (Role.PLANES, Role.EPILOGUE)
+    return Route("linear_gemm_int8", lambda s, c: int8_tiles(s, c) and fits(s), needs, tile_grid, parts, consts)
+
+
+LINEAR: Table[Linear] = (
+    Route(
+        "linear_rows",
+        lambda s, c: c.cpu and whole_rows(s),
+        "CPU adapter, m = 1, k and group % 32 = 0 (q8: 16, f16: k % 8)",
+        row_blocks_grid,
+        (Role.BLOCK, Role.EPILOGUE),
+    ),
+    # f32 inputs: lanes that take 8 weights read x side by side, lanes that take 32 do not (14 % of a token on an H200)
+    Route(
+        "linear_gemv_word",
+        lambda s, c: is_gemv(s) and s.storage is Storage.Q4 and not s.epilogue.needs_workgroup and word_aligned(s, 8),
+        "m = 1, q4, f32 x, k % 32 = 0, group % 32 = 0 or 16",
+        row_pair_grid,
+        (*WEIGHT_PARTS, Role.REDUCE),
+    ),
+    *(
+        Route(
+            "linear_gemv",
+            fits,
+            f"m = 1, k % 32 = 0, group % 32 = 0 or 16, {case}",
+            row_pair_grid,
+            DOT_PARTS,
+            consts,
+        )
+        for case, fits, consts in GEMV_SHAPES
+    ),
+    Route(
+        "linear_gemv_word",
+        lambda s, c: s.m == 1 and word_aligned(s, 8) and is_plain(s),
+        "m = 1, k and group % 8 = 0",
+        row_pair_grid,
+        (*WEIGHT_PARTS, Role.REDUCE),
+    ),
+    *(_gemv_batch_route(width, *shape) for width in GEMV_WIDTHS for shape in GEMV_BATCH_SHAPES if width <= shape[1]),
+    *(_gemm_int8_route(*tile) for tile in GEMM_TILES),
+    # f32 has no tile but 64 x 64: where few of them would run, 2 to 5 times slower than no tile (H200)
+    Route(
+        "linear_gemm_rows",
+        lambda s, c: not c.cpu and 1 < s.m <= 64 and tile_count(s, 64, 64) < 128 and word_aligned(s, 8) and is_plain(s),
+        "f32 x, m <= 64, fewer than 128 tiles of 64 x 64, k and group % 8 = 0",
+        workgroup_per_pair_grid,
+        (*WEIGHT_PARTS, Role.REDUCE),
+    ),
+    Route(
+        "linear_gemm", lambda s, c: word_aligned(s, 8) and is_plain(s), "k and group % 8 = 0", tile_grid, WEIGHT_PARTS
+    ),
+    Route("linear_any", lambda s, c: s.inputs is Inputs.F32 and is_plain(s), "-", pairs_by_row_grid, WEIGHT_PARTS),
+)
+
+# The persistent kernel of fused decode (engine/fused_decode.py): all workgroups must run at the same time, so there are
+# few and large ones.
+
+
+@dataclass(frozen=True, slots=True)
+class GridSize:
+    """The workgroups of a persistent kernel."""
+
+    workgroups: int  # a power of two
+    invocations: int  # of each workgroup
+
+
+def grid_sizes(dim: int, caps: Caps) -> tuple[GridSize, ...]:
+    """The grid sizes to probe, in this order. On an H200 (2026-11-15) many small workgroups are better for a model with
+    little to do in a layer (SmolLM2 -8 %), few large ones for the others (1B, 8B -2 %); fewer than 128 are for smaller
+    GPUs."""
+    if caps.cpu:
+        return (GridSize(1, 256),)  # for tests: llvmpipe runs as many as it has threads, and ends long loops
+    first = (GridSize(256, 256),) if dim < 1024 else ()
+    return (*first, *(GridSize(workgroups, 512) for workgroups in (128, 64, 32, 16)))
+
+
+def fused_linear(s: Linear, grid: GridSize, caps: Caps) -> Route[Linear]:
+    """As many lanes share two rows as give every subgroup something to do.
+
+    The prefetch is shorter where f32 inputs or f16 weights take the registers (F16 -10 %, f32 inputs -2 to -5 % on an
+    H200, 2026-11-15).
+    """
+    lanes = caps.subgroup
+    while 2 * lanes <= grid.invocations and lanes < s.k // 32 and s.n * lanes <= grid.workgroups * grid.invocations:
+        lanes *= 2
+    prefetch = 2 if s.inputs is not Inputs.INT8 or s.storage is Storage.F16 else 4
+    consts = {"WORKGROUP": grid.invocations, "LANES": lanes, "PREFETCH": prefetch}
+    return Route("linear_gemv_fused", lambda s, c: is_gemv(s), "a fused stage", row_pair_grid, DOT_PARTS, consts)
+
+
+def fused_subgroups_per_head(heads_per_kv: int, grid: GridSize, caps: Caps) -> int:
+    return 1 << ((grid.invocations // caps.subgroup // heads_per_kv).bit_length() - 1)
+
+
+def fused_max_splits(kv_heads: int) -> int:
+    """As many splits as make 128 workgroups."""
+    return max(1, 128 // kv_heads)
+
+
+def can_fuse(dim: int, ffn_dim: int, attention: Attention, int8: bool, caps: Caps) -> bool:
+    """Whether the layers of one token can be one kernel: the inputs of its linears fit into workgroup memory (but the
+    widest, as f32), a binding can begin at any layer, and a kernel may bind enough buffers."""
+    aligned = dim % 64 == 0 and ffn_dim % 64 == 0 and attention.head_dim % 64 == 0
+    if not caps.grid_barrier or caps.scalar or caps.subgroup < 4 or caps.storage_buffers < 30 or not aligned:
+        return False
+    widest = max(dim, attention.heads * attention.head_dim, ffn_dim if int8 else 0)
+    return all(
+        attention.heads_per_kv * caps.subgroup <= grid.invocations <= caps.invocations
+        and fits_shared_memory(widest, attention, int8, grid, caps)
+        for grid in grid_sizes(dim, caps)
+    )
+
+
+def fits_shared_memory(width: int, attention: Attention, int8: bool, grid: GridSize, caps: Caps) -> bool:
+    """Whether `width` inputs of a linear fit into workgroup memory, as int8 blocks or as f32."""
+    inputs = width * 3 // 2 if int8 else width * 4
+    return inputs + fused_shared_bytes(attention, grid, caps) <= caps.shared_bytes
+
+
+def fused_shared_bytes(attention: Attention, grid: GridSize, caps: Caps) -> int:
+    """Workgroup memory besides a linear's inputs: partial results of attention's subgroups, and sums by subgroup."""
+    group = attention.heads_per_kv
+    subgroups = max(1, fused_subgroups_per_head(group, grid, caps) // 2)
+    return group * subgroups * (4 * attention.head_dim + 8) + 12 * grid.invocations // caps.subgroup
+
+
+# Row-wise operations
+
+NORM: Table[RowWise] = (
+    Route("rms_norm_vec4", lambda s, c: s.width % 4 == 0, "width % 4 = 0", row_grid, (Role.REDUCE,)),
+    Route("rms_norm", lambda s, c: True, "-", row_grid, (Role.REDUCE,)),
+)
+
+NORM_INT8: Table[RowWise] = (
+    Route("rms_norm_int8", lambda s, c: s.width % 32 == 0, "width % 32 = 0", row_grid, (Role.INT8_BLOCK, Role.REDUCE)),
+)
+
+QUANTISE: Table[RowWise] = (
+    Route("quantise_int8", lambda s, c: s.width % 32 == 0, "width % 32 = 0", eighths_grid, (Role.INT8_BLOCK,)),
+)
+
+SILU_MUL: Table[RowWise] = (Route("silu_mul", lambda s, c: True, "-", value_grid),)
+
+EMBED: Table[Linear] = (
+    Route("embed", lambda s, c: word_aligned(s, 8), "k and group % 8 = 0", embed_grid, (Role.WEIGHT,)),
+    Route("embed_any", lambda s, c: True, "-", embed_value_grid, (Role.WEIGHT,)),
+)
+
+# Attention
+
+
+def split_rows_fit(s: Attention, c: Caps) -> bool:
+    """attend_split gives each query head of a KV head a subgroup."""
+    subgroups = c.subgroup >= 4 and s.heads_per_kv * c.subgroup <= c.invocations
+    return s.m <= GEMV_WIDTHS[-1] and s.head_dim % 64 == 0 and subgroups
+
+
+def tile_rows_fit(s: Attention, c: Caps) -> bool:
+    """A workgroup of attend_tile has 32 rows or more, at least one token of each query head."""
+    dims = s.head_dim in range(32, 257, 32)
+    return s.m > GEMV_WIDTHS[-1] and dims and c.subgroup >= tile_owners(s.head_dim, False) and s.heads_per_kv <= 32
+
+
+ATTEND: Table[Attention] = (
+    Route(
+        "attend_split",
+        split_rows_fit,
+        f"m <= {GEMV_WIDTHS[-1]}, head_dim % 64 = 0, a subgroup for each head of a KV head",
+        lambda s, c, caps, rows, position: (s.kv_heads, s.splits, rows),
+        (Role.KV8, Role.INT8_BLOCK),
+    ),
+    Route(
+        "attend_tile",
+        tile_rows_fit,
+        f"m > {GEMV_WIDTHS[-1]}, head_dim % 32 = 0, <= 256, subgroups of 4 (over 64: of 8), 32 heads to a KV head",
+        query_tile_grid,
+        (Role.SCORE, Role.KV8, Role.INT8_BLOCK),
+    ),
+    Route(
+        "attend",
+        lambda s, c: s.head_dim % 4 == 0 and s.head_dim <= 256,
+        "head_dim % 4 = 0, <= 256",
+        lambda s, c, caps, rows, position: (s.heads, rows, 1),
+        (Role.KV4,),
+    ),
+    Route(
+        "attend_any",
+        lambda s, c: True,
+        "-",
+        lambda s, c, caps, rows, position: fold(-(-rows * s.heads // c["WORKGROUP"]), caps),
+        (Role.KV4,),
+    ),
+)
+QUANTISING_ATTENTION = ("attend_split", "attend_tile")  # these can write int8 blocks themselves
+
+
+def attention_quantises(s: Attention, caps: Caps) -> bool:
+    """Whether attention writes int8 blocks for any number of token rows: then nobody needs its f32 results."""
+    shapes = (Attention(m, s.heads, s.kv_heads, s.head_dim) for m in (1, GEMV_WIDTHS[-1], GEMV_WIDTHS[-1] + 1))
+    return all(select(ATTEND, shape, caps).kernel in QUANTISING_ATTENTION for shape in shapes)
+
+
+def tile_owners(head_dim: int, int8: bool) -> int:
+    """Invocations that share two rows of attend_tile, so that the rows stay in registers."""
+    return 8 if head_dim > (128 if int8 else 64) and head_dim % 64 == 0 else 4
+
+
+def kv_tile(int8: bool) -> int:
+    """Positions whose keys and values attend_tile has in workgroup memory: the faster of 16 and 32 on an H200."""
+    return 32 if int8 else 16
+
+
+def int8_attention(head_dim: int, caps: Caps) -> bool:
+    """Whether attend_tile can multiply in int8 and f16."""
+    return caps.shader_f16 and head_dim in (32, 64, 128, 256) and caps.subgroup >= head_dim // 8
+
+
+# attend_split by the positions that it looks back over: (from, splits at most, subgroups per head at most). Whole
+# tokens of four models were timed with 20 settings each at 16 to 2048 positions on an H200 (2026-11-15).
+CONTEXT_BUCKETS = ((1, 4, 2), (65, 4, 4), (193, 8, 4), (513, 16, 8), (1537, 32, 8), (8192, 64, 8))
+MAX_SPLITS = 64
+
+
+def context_bucket(positions: int) -> int:
+    """The row of CONTEXT_BUCKETS, by its first number."""
+    return max(first for first, _, _ in CONTEXT_BUCKETS if first <= positions)
+
+
+def split_count(bucket: int, kv_heads: int, m: int = 1) -> int:
+    """Into how many splits attend_split cuts the context: no more than make 128 workgroups, 256 for the longest; for m
+    tokens proportionally fewer."""
+    most = next(splits for first, splits, _ in CONTEXT_BUCKETS if first == bucket)
+    enough = max(2, 1 << max(0, (128 // kv_heads - 1).bit_length())) * (2 if bucket >= 8192 else 1)
+    return max(1, min(most, enough) // m)
+
+
+def position_lanes(head_dim: int, caps: Caps) -> dict[str, int]:
+    """attend_split's lanes for a position, and positions in flight.
+
+    On an H200 (2026-11-15) 16 lanes save 3 to 4 % of 3B's and 8B's token, 4 positions 4 % of 1B's at a depth of 4096
+    (and cost 1 % of it at none).
+    """
+    lanes = min(16 if head_dim % 128 == 0 else 8, caps.subgroup)
+    return {"LANES_PER_POSITION": lanes, "POSITIONS_IN_FLIGHT": 4}
+
+
+def subgroups_per_head(heads_per_kv: int, head_dim: int, bucket: int, caps: Caps) -> int:
+    """Subgroups that attend_split gives each query head of a KV head: a power of two that the workgroup holds.
+
+    Half of them hand over head_dim + 2 numbers of 4 bytes.
+    """
+    wanted = next(subgroups for first, _, subgroups in CONTEXT_BUCKETS if first == bucket)
+    in_memory = caps.shared_bytes // (heads_per_kv * (head_dim + 2) * 2)
+    most = max(1, min(wanted, caps.invocations // (caps.subgroup * heads_per_kv), in_memory))
+    return 1 << (most.bit_length() - 1)
+
+
+def merge_in_linear(k: int, splits: int) -> bool:
+    """Whether the linear after attention merges its splits: every workgroup reads all k * splits partial sums."""
+    return k * splits <= 32768
+
+
+def norm_in_linear(k: int, caps: Caps) -> bool:
+    """Whether the linears of one token normalise and quantise their input themselves."""
+    return k <= 4096 and caps.storage_buffers >= 10 and caps.shared_bytes >= 32768
+
+
+# The texture backend: a CPU adapter runs whole models on textures (engine/texture_model.py), 4 values of x, y and the
+# cache to a texel
+
+TEXTURE_PARTS = (Role.TEXTURE, Role.BROADCAST)
+
+TEXTURE_LINEAR: Table[Linear] = (
+    Route(
+        "linear_texture_gemv",
+        lambda s, c: s.m == 1 and (s.storage is Storage.TEXTURE_F32 or s.group % 32 == 0),
+        "m = 1, group % 32 = 0",
+        texture_tile_grid,
+        (*TEXTURE_PARTS, Role.REDUCE, Role.EPILOGUE),
+        {"STRIDE": 32},
+        one_vector=True,
+    ),
+    Route(
+        "linear_texture_gemv",
+        lambda s, c: s.m == 1,
+        "m = 1",
+        texture_tile_grid,
+        (*TEXTURE_PARTS, Role.REDUCE, Role.EPILOGUE),
+        {"STRIDE": 16},
+        one_vector=True,
+    ),
+    Route(
+        "linear_texture",
+        lambda s, c: True,
+        "-",
+        texture_tile_grid,
+        (*TEXTURE_PARTS, Role.EPILOGUE),
+        one_vector=True,
+    ),
+)
+
+TEXTURE_NORM: Table[RowWise] = (
+    Route("rms_norm_texture", lambda s, c: True, "-", row_grid, (Role.REDUCE,), one_vector=True),
+)
+
+TEXTURE_ATTEND: Table[Attention] = (
+    Route(
+        "attend_texture",
+        lambda s, c: s.m > 1,
+        "m > 1",
+        lambda s, c, caps, rows, position: (-(-rows * s.heads_per_kv // c["WORKGROUP"]), s.kv_heads, 1),
+        (Role.BROADCAST,),
+        one_vector=True,
+    ),
+    Route(
+        "attend_texture_scores",
+        lambda s, c: True,
+        "-",
+        lambda s, c, caps, rows, position: (score_workgroups(position, c["WORKGROUP"]), s.kv_heads, 1),
+        one_vector=True,
+    ),
+)
+
+TEXTURE_VALUES: Table[Attention] = (
+    Route("attend_texture_values", lambda s, c: True, "-", head_dims_grid, one_vector=True),
+)
+
+TEXTURE_EMBED: Table[Linear] = (
+    Route("embed_texture", lambda s, c: True, "-", embed_grid, (Role.TEXTURE,), one_vector=True),
+)
+
+TEXTURE_SILU_MUL: Table[RowWise] = (Route("silu_mul_texture", lambda s, c: True, "-", texels_grid, one_vector=True),)
+
+
+def score_workgroups(position: int, workgroup: int) -> int:
+    """Workgroups of attend_texture_scores for a token, 4 positions a lane: a power of two, so that plans are few."""
+    return 1 << (position // (4 * workgroup)).bit_length()
+
+
+def suits_textures(
+    dim: int, ffn_dim: int, head_dim: int, rope_dims: int, layouts: Iterable[Layout], caps: Caps
+) -> bool:
+    """Whether a model runs on textures: a CPU adapter, rows in multiples of 8 (gate and up are 4 each), heads whose
+    loops llvmpipe unrolls, 16 k or more under a scale, nothing wider than a texture. `layouts` are texture layouts.
+    """
+    aligned = dim % 8 == 0 and ffn_dim % 4 == 0 and head_dim % 8 == 0 and head_dim <= 128 and rope_dims % 8 == 0
+    return (
+        caps.cpu
+        and not caps.scalar
+        and aligned
+        and all(
+            (layout.storage is Storage.TEXTURE_F32 or layout.group % 16 == 0) and layout.texels <= caps.texture_side
+            for layout in layouts
+        )
+    )
+
+
+# Sizes of steps and of the context
+
+
+def plan_width(rows: int, chunk: int) -> int:
+    """For how many token rows the plan is built that runs a step of `rows`."""
+    return next((width for width in (1, *GEMV_WIDTHS, *GEMM_WIDTHS) if rows <= width), chunk)
+
+
+def default_chunk(caps: Caps, int8: bool) -> int:
+    """Most token rows of a step where the user does not say.
+
+    On an H200 1024 are 4 % faster than 512 in int8, and in f32, where they take more memory, 4 % slower. (Prompts of
+    F16 weights are f32 in `fast`, too: not measured.)
+    """
+    return 1024 if int8 and not caps.cpu else 512
+
+
+def max_positions(head_dim: int, caps: Caps, textures: bool) -> int | None:
+    """How far attention may look back.
+
+    llvmpipe ends the loops of an invocation after 65535 iterations in sum, without an error; inner loops count unless
+    it unrolls them. `attend` was wrong from 16 k (head_dim 256) to 31 k (8) positions on.
+    """
+    if not caps.cpu:
+        return None
+    if textures:
+        return 65532
+    return 8192 if head_dim % 4 == 0 and head_dim <= 256 and not caps.scalar else 65000 // (head_dim + 8)

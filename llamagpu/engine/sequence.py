@@ -1,0 +1,22 @@
+"""One sequence: the token ids whose keys and values are in the KV cache."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Sequence:
+    slot: int = 0  # its place in the KV cache
+    ids: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def truncate(self, length: int) -> None:
+        """Forget what stands after `length` tokens."""
+        del self.ids[length:]
+
+    def shared_prefix(self, ids: Items[int]) -> int:
+        """How many leading ids the sequence already has."""
+        pairs = enumerate(zip(self.ids, ids, strict=False))
+        return next((i for i, (a, b) in pairs if a != b), min(len(self.ids), len(ids)))

@@ -1,0 +1,65 @@
+"""What the kernels of a step read about its token rows: sequence slot, position and token of each.
+
+`struct Step` in the kernels is this buffer. Nothing in it assumes that the rows belong to one sequence.
+"""
+
+import re
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+import wgpu
+from numpy.typing import NDArray
+
+from llamagpu.gpu import shaders
+from llamagpu.gpu.buffers import Buffer
+from llamagpu.gpu.device import Gpu
+
+_SIZES = re.search(r"segment: array<vec4<u32>, (\d+)>, row: array<Row, (\d+)>", shaders.read("attend"))
+assert _SIZES, "attend.wgsl declares struct Step"
+MAX_SEGMENTS, MAX_ROWS = int(_SIZES[1]), int(_SIZES[2])
+HEADER_WORDS = 4
+STEP_BYTES = 4 * (HEADER_WORDS + 4 * MAX_SEGMENTS + 4 * MAX_ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Token rows of one sequence in a step: consecutive positions from `position` on."""
+
+    slot: int  # of the sequence, in the KV cache
+    position: int
+    tokens: Items[int]
+
+
+class StepInputs:
+    """The uniform buffer that describes a step. Sampling kernels write the next step's rows into it."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.buffer: Buffer = gpu.zeros(STEP_BYTES, "step", wgpu.BufferUsage.UNIFORM)
+
+    def write(self, segments: Items[Segment], capacity: int, slots: int) -> None:
+        """`capacity`: positions that the KV cache holds for each sequence; `slots`: sequences that it holds."""
+        self.gpu.write(self.buffer, encode(segments, capacity, slots))
+
+    def write_capacity(self, capacity: int) -> None:
+        """The KV cache has grown in the middle of decoding: everything else stays as the device left it."""
+        self.gpu.write(self.buffer, np.array([capacity], np.uint32), offset=8)
+
+
+def encode(segments: Items[Segment], capacity: int, slots: int) -> NDArray[np.uint32]:
+    """The words of `struct Step`."""
+    counts = [len(segment.tokens) for segment in segments]
+    words = np.zeros(HEADER_WORDS + 4 * MAX_SEGMENTS + 4 * sum(counts), np.uint32)
+    words[:HEADER_WORDS] = sum(counts), len(segments), capacity, slots
+    rows = words[HEADER_WORDS + 4 * MAX_SEGMENTS :].reshape(-1, 4)  # slot, position, token, generated
+    first = 0
+    for i, (segment, count) in enumerate(zip(segments, counts, strict=True)):
+        at = HEADER_WORDS + 4 * i
+        words[at : at + 4] = first, count, segment.slot, segment.position
+        mine = rows[first : first + count]
+        mine[:, 0] = segment.slot
+        mine[:, 1] = np.arange(segment.position, segment.position + count)
+        mine[:, 2] = segment.tokens
+        first += count
+    return words

@@ -1,0 +1,169 @@
+"""The texture backend: the model on a CPU adapter (llvmpipe), with weights, activations and KV cache in textures.
+
+There a lane reads 16 bytes from a texture in 2 ns and from a buffer in 36 (Mesa 22.3, Neoverse-N1: a buffer is read
+in a loop over the lanes, with a branch for each), so that kernels on buffers are ten times slower.
+"""
+
+from dataclasses import replace
+
+from llamagpu.engine import ops, routes
+from llamagpu.engine.kv_cache import TextureKvCache
+from llamagpu.engine.model import Model, PlanKey
+from llamagpu.engine.ops import NO_PROLOGUE, Consts, Output, PrologueSpec, attention_shape, tagged
+from llamagpu.engine.options import Settings
+from llamagpu.engine.routes import Epilogue, Prologue
+from llamagpu.engine.weights import Layer, Matrix, Weights
+from llamagpu.files.config import ModelConfig
+from llamagpu.gpu.buffers import Bindable, Texture
+from llamagpu.gpu.device import Dispatch, Gpu
+
+
+class TextureModel(Model):
+    """The residual stream alternates between two textures: a kernel cannot read and write the same one."""
+
+    cache: TextureKvCache
+
+    def __init__(
+        self, gpu: Gpu, config: ModelConfig, weights: Weights, cache: TextureKvCache, settings: Settings
+    ) -> None:
+        super().__init__(gpu, config, weights, cache, settings)
+        self.int8_decode = self.int8_prefill = False
+        c, rows = config, settings.chunk
+        self.x = gpu.texture(c.dim // 4, rows, "x")  # [m, dim] residual stream, into a layer and out of it
+        self.mid = gpu.texture(c.dim // 4, rows, "mid")  # [m, dim] between attention and feed forward
+        self.h = gpu.texture(max(c.dim, c.q_width) // 4, rows, "h")  # [m, dim] normalised; attended
+        self.q = gpu.texture(c.q_width // 4, rows, "q")  # [m, heads, head_dim] rotated queries
+        self.act = gpu.texture(c.ffn_dim // 4, rows, "act")  # [m, ffn] silu(gate) * up
+        self.gate: Texture | None = None  # [m, ffn] each, where gate and up have different types
+        self.up: Texture | None = None
+        if any(len(layer.gate_up) > 1 for layer in weights.layers):
+            self.gate, self.up = (gpu.texture(c.ffn_dim // 4, rows, name) for name in ("gate", "up"))
+        self._dispatches: dict[int, list[Dispatch]] = {}
+        self._built_for = cache.version
+
+    def scratch(self) -> list[Bindable]:
+        own = [self.x, self.mid, self.h, self.q, self.act, self.gate, self.up]
+        return [*super().scratch(), *(texture for texture in own if texture is not None)]
+
+    # Plans: one takes any number of rows above one
+
+    def plan_width(self, rows: int) -> int:
+        return min(rows, 2)
+
+    def context_bucket(self, width: int, position: int) -> int:
+        """The grid of one row's scores is fixed: when the context has doubled, there is another plan."""
+        if width > 1:
+            return 0
+        return routes.score_workgroups(position, routes.vector_lanes(self.gpu.caps))
+
+    def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]:
+        if self._built_for != self.cache.version:
+            self._dispatches.clear()
+            self._built_for = self.cache.version
+        if key.width not in self._dispatches:
+            self._dispatches[key.width] = [*self.layer_dispatches(key.width), *self.head()]
+        found = self._dispatches[key.width]
+        if key.width > 1:
+            return found
+        return [replace(dispatch, grid=dispatch.grid_for(1, position)) for dispatch in found]
+
+    def layer_dispatches(self, rows: int) -> list[Dispatch]:
+        embed = self.ops.embed(self.weights.token_embd, self.x, rows, routes.TEXTURE_EMBED)
+        dispatches = tagged(embed, "embedding", None)
+        for i, (layer, texture) in enumerate(zip(self.weights.layers, self.cache.textures, strict=True)):
+            dispatches += self.layer(i, layer, texture, rows)
+        return dispatches
+
+    def layer(self, i: int, layer: Layer, cache: Texture, m: int) -> list[Dispatch]:
+        c = self.config
+        consts: Consts = ops.head_consts(c) | {"ROPE_DIMS": c.rope_dims}
+        to_qkv = Output(Epilogue.TEXTURE_QKV, {"y": self.q, "cache": cache, "rope": self.cache.rope}, consts)
+        shape = attention_shape(c, m)
+        attention = self.ops.attend_textures(shape, self.q, cache, self.cache.scores, self.h)
+        to_mid = Output(Epilogue.TEXTURE_ADD, {"base": self.x, "y": self.mid})
+        to_x = Output(Epilogue.TEXTURE_ADD, {"base": self.mid, "y": self.x})
+        return [
+            *self.norm_linears(i, "attn_norm", self.x, layer.attn_norm, [("qkv", layer.qkv, to_qkv)], m),
+            *tagged(attention, "attention", i),
+            *tagged(self.linear(self.h, layer.attn_output, m, to_mid), "attn_output", i),
+            *self.feed_forward(i, layer, m),
+            *tagged(self.linear(self.act, layer.ffn_down, m, to_x), "ffn_down", i),
+        ]
+
+    def head(self) -> list[Dispatch]:
+        """From the last row to its logits and the candidates of sampling."""
+        matrix = self.weights.output
+        norm = self.norm(self.x, self.weights.output_norm, 1, last_rows=True)
+        output = Output(Epilogue.TEXTURE_TO_BUFFER, {"y": self.logits}, {"WIDTH": matrix.n})
+        linear = self.linear(self.h, matrix, 1, output)
+        argmax = self.ops.argmax(self.logits, self.candidates, matrix.n)
+        return [
+            *tagged([norm], "output_norm", None),
+            *tagged(linear, "output", None),
+            *tagged([argmax], "sampling", None),
+        ]
+
+    def linear(
+        self, x: Texture, matrix: Matrix, m: int, output: Output, norm: Bindable | None = None
+    ) -> list[Dispatch]:
+        output = replace(output, consts=output.consts | {"BIAS": matrix.bias is not None})
+        prologue = NO_PROLOGUE
+        if norm is not None:
+            prologue = PrologueSpec(Prologue.NORM, {"norm": norm}, {"NORM": True, "EPS": self.config.norm_eps})
+        return self.ops.linear(x, matrix, m, output, prologue=prologue, table=routes.TEXTURE_LINEAR)
+
+    def norm_linears(
+        self,
+        i: int,
+        norm_op: str,
+        x: Texture,
+        norm: Bindable,
+        linears: list[tuple[str, Matrix, Output]],
+        m: int,
+    ) -> list[Dispatch]:
+        """Linears of normalised x. The kernel for one row normalises itself, which is cheaper than a dispatch."""
+        if m == 1:
+            return [d for op, w, output in linears for d in tagged(self.linear(x, w, m, output, norm), op, i)]
+        dispatches = tagged([self.norm(x, norm, m)], norm_op, i)
+        for op, matrix, output in linears:
+            dispatches += tagged(self.linear(self.h, matrix, m, output), op, i)
+        return dispatches
+
+    def norm(self, x: Texture, weight: Bindable, m: int, last_rows: bool = False) -> Dispatch:
+        c = self.config
+        return self.ops.rms_norm(x, weight, self.h, c.dim, c.norm_eps, m, last_rows, routes.TEXTURE_NORM)
+
+    def feed_forward(self, i: int, layer: Layer, m: int) -> list[Dispatch]:
+        if len(layer.gate_up) == 1:
+            output = Output(Epilogue.TEXTURE_SWIGLU, {"y": self.act})
+            linears = [("gate_up", layer.gate_up[0], output)]
+            return self.norm_linears(i, "ffn_norm", self.mid, layer.ffn_norm, linears, m)
+        gate, up = self.gate, self.up
+        assert gate is not None and up is not None
+        linears = [
+            (op, matrix, Output(Epilogue.TEXTURE_STORE, {"y": y}))
+            for op, matrix, y in zip(("ffn_gate", "ffn_up"), layer.gate_up, (gate, up), strict=True)
+        ]
+        product = self.ops.texture_silu_mul(gate, up, self.act, self.config.ffn_dim, m)
+        return [
+            *self.norm_linears(i, "ffn_norm", self.mid, layer.ffn_norm, linears, m),
+            *tagged([product], "silu_mul", i),
+        ]
+
+    # Sampling and scoring
+
+    def sample_dispatch(self, greedy: bool) -> Dispatch:
+        vocab = self.config.vocab
+        count, rows = ops.argmax_candidates(vocab), self.ops.argmax_rows
+        return self.sampler.dispatch(self.ops, greedy, (self.logits, self.candidates), vocab, count, rows, None, None)
+
+    def score_dispatches(self, rows: int) -> list[Dispatch]:
+        c, head = self.config, self.weights.output
+        logits = self.gpu.zeros(rows * c.vocab * 4, "all logits")  # [m, vocab]
+        output = Output(Epilogue.TEXTURE_TO_BUFFER, {"y": logits}, {"WIDTH": head.n})
+        return [
+            *self.layer_dispatches(rows),
+            self.norm(self.x, self.weights.output_norm, rows),
+            *self.linear(self.h, head, rows, output),
+            self.ops.log_prob(logits, self.targets, self.scores, c.vocab),
+        ]

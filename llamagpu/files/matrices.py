@@ -1,0 +1,130 @@
+"""The matrices that a model runs, made from the tensors of a file.
+
+q, k and v are concatenated, gate and up are interleaved row by row where their types allow it: fewer, larger
+dispatches.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamagpu.files.config import ModelConfig
+from llamagpu.files.gguf_file import RawTensor
+from llamagpu.files.repack import layout_of, repack, to_f32
+from llamagpu.files.storage import Layout, PackedMatrix, concat, interleave, rope_rows, take_rows
+
+Tensors = Mapping[str, RawTensor]
+Rows = tuple[Layout, int]  # so many rows of one layout
+Pack = Callable[[RawTensor], PackedMatrix]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMatrix:
+    matrices: list[PackedMatrix]  # one below the other
+    bias: NDArray[np.float32] | None = None  # [n]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSource:
+    """One matrix of the model: its description, which allocation and memory plan read, and the work of loading it."""
+
+    label: str  # "token_embd", "blk.3.qkv", ...
+    rows: tuple[Rows, ...]
+    has_bias: bool
+    load: Callable[[], LoadedMatrix]  # gives matrices of these rows and layouts
+
+    @property
+    def n(self) -> int:
+        return sum(n for _, n in self.rows)
+
+    @property
+    def layer(self) -> int | None:
+        return layer_of(self.label)
+
+
+def layer_of(name: str) -> int | None:
+    """Of "blk.3.qkv" it is 3; None outside of the layers."""
+    return int(name.split(".")[1]) if name.startswith("blk.") else None
+
+
+def norm_names(config: ModelConfig) -> list[str]:
+    """The norm weights, which stay vectors of f32."""
+    layers = (f"blk.{i}.{norm}_norm.weight" for i in range(config.layers) for norm in ("attn", "ffn"))
+    return ["output_norm.weight", *layers]
+
+
+def matrix_sources(tensors: Tensors, config: ModelConfig, pack: Pack = repack) -> list[MatrixSource]:
+    """Every matrix in the order of use."""
+    found = [_plain(tensors, "token_embd", pack)]
+    for i in range(config.layers):
+        found.append(_qkv(tensors, config, i, pack))
+        found.append(_plain(tensors, f"blk.{i}.attn_output", pack))
+        gate, up = f"blk.{i}.ffn_gate", f"blk.{i}.ffn_up"
+        if tensors[f"{gate}.weight"].ggml_type == tensors[f"{up}.weight"].ggml_type:
+            found.append(_gate_up(tensors, i, gate, up, pack))
+        else:
+            found += [_plain(tensors, gate, pack), _plain(tensors, up, pack)]
+        found.append(_plain(tensors, f"blk.{i}.ffn_down", pack))
+    if not config.tied:
+        found.append(_plain(tensors, "output", pack))
+    return found
+
+
+def _rows(tensor: RawTensor) -> Rows:
+    return layout_of(tensor.ggml_type, tensor.shape[1]), tensor.shape[0]
+
+
+def _bias(tensors: Tensors, name: str) -> NDArray[np.float32] | None:
+    bias = tensors.get(f"{name}.bias")
+    return None if bias is None else to_f32(bias)
+
+
+def _plain(tensors: Tensors, name: str, pack: Pack) -> MatrixSource:
+    tensor = tensors[f"{name}.weight"]
+
+    def load() -> LoadedMatrix:
+        return LoadedMatrix([pack(tensor)], _bias(tensors, name))
+
+    return MatrixSource(name, (_rows(tensor),), f"{name}.bias" in tensors, load)
+
+
+def _qkv(tensors: Tensors, config: ModelConfig, i: int, pack: Pack) -> MatrixSource:
+    """q | k | v. Where RoPE pairs lie half a head apart, their rows are brought together."""
+    names = [f"blk.{i}.attn_{name}" for name in "qkv"]
+    each = [_rows(tensors[f"{name}.weight"]) for name in names]
+    rows = tuple((layout, sum(n for _, n in run)) for layout, run in groupby(each, key=lambda rows: rows[0]))
+    has_bias = any(f"{name}.bias" in tensors for name in names)
+
+    def load() -> LoadedMatrix:
+        packed, biases = [], []
+        for name, heads, rotated in zip(
+            names, (config.heads, *[config.kv_heads] * 2), (True, True, False), strict=True
+        ):
+            matrix, bias = pack(tensors[f"{name}.weight"]), _bias(tensors, name)
+            bias = np.zeros(matrix.n, np.float32) if bias is None else bias
+            if config.neox and rotated:
+                order = rope_rows(heads, config.head_dim, config.rope_dims)
+                matrix, bias = take_rows(matrix, order), bias[order]
+            packed.append(matrix)
+            biases.append(bias)
+        return LoadedMatrix(concat(packed), np.concatenate(biases) if has_bias else None)
+
+    return MatrixSource(f"blk.{i}.qkv", rows, has_bias, load)
+
+
+def _gate_up(tensors: Tensors, i: int, gate: str, up: str, pack: Pack) -> MatrixSource:
+    layout, n = _rows(tensors[f"{gate}.weight"])
+    has_bias = f"{gate}.bias" in tensors or f"{up}.bias" in tensors
+
+    def load() -> LoadedMatrix:
+        matrix = interleave(pack(tensors[f"{gate}.weight"]), pack(tensors[f"{up}.weight"]))
+        if not has_bias:
+            return LoadedMatrix([matrix])
+        biases = [_bias(tensors, name) for name in (gate, up)]
+        both = [np.zeros(n, np.float32) if bias is None else bias for bias in biases]
+        return LoadedMatrix([matrix], np.stack(both, 1).reshape(-1))
+
+    return MatrixSource(f"blk.{i}.gate_up", ((layout, 2 * n),), has_bias, load)

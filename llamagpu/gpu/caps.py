@@ -1,0 +1,60 @@
+"""What an adapter offers: the features and limits that this package asks for, and the facts that routes read."""
+
+import os
+from dataclasses import dataclass
+
+Grid = tuple[int, int, int]  # workgroups of a dispatch
+
+FEATURES = ("subgroup", "shader-f16", "timestamp-query", "timestamp-query-inside-passes")
+# The limits that every WebGPU implementation guarantees. LLAMAGPU_MINIMUM_LIMITS=1 requests no more than these and no
+# feature, for tests.
+MINIMUM_LIMITS = {
+    "max-storage-buffer-binding-size": 128 << 20,
+    "max-buffer-size": 256 << 20,
+    "max-compute-workgroup-storage-size": 16384,
+    "max-compute-invocations-per-workgroup": 256,
+    "max-compute-workgroup-size-x": 256,
+    "max-storage-buffers-per-shader-stage": 8,
+    "max-compute-workgroups-per-dimension": 65535,
+    "max-texture-dimension-2d": 8192,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """The facts about an open device that decide which kernels run."""
+
+    cpu: bool  # a software adapter
+    native_f16: bool  # converts f16 to f32 itself, subnormals included
+    subgroup: int  # lanes of a subgroup; 0: no subgroups
+    workgroups: int  # per dimension of a dispatch
+    binding_bytes: int  # of one storage binding, never more than a buffer
+    shared_bytes: int  # workgroup memory
+    invocations: int = 256  # of one workgroup
+    storage_buffers: int = 8  # of one kernel
+    texture_side: int = 8192  # texels of a storage texture, in both directions
+    scalar: bool = False  # LLAMAGPU_SCALAR=1: take the kernels for every shape, as a baseline
+    shader_f16: bool = False  # computes in f16
+    grid_barrier: bool = False  # workgroups of one dispatch may wait for each other
+
+
+def requested_features(offered: set[str]) -> list[str]:
+    return [] if minimum_limits_only() else [feature for feature in FEATURES if feature in offered]
+
+
+def requested_limits(offered: dict[str, int]) -> dict[str, int]:
+    return dict(MINIMUM_LIMITS) if minimum_limits_only() else {name: offered[name] for name in MINIMUM_LIMITS}
+
+
+def minimum_limits_only() -> bool:
+    return os.environ.get("LLAMAGPU_MINIMUM_LIMITS") == "1"
+
+
+def grid_barrier_allowed(adapter_type: str, backend: str) -> bool:
+    """Whether workgroups of one dispatch may wait for each other.
+
+    WebGPU promises neither that they run at the same time nor that they see each other's stores. Vulkan drivers of GPUs
+    do both in practice, and a model probes it when it loads. LLAMAGPU_FUSED=0 says no, 1 says yes on any adapter.
+    """
+    wanted = os.environ.get("LLAMAGPU_FUSED", "")
+    return wanted == "1" or (wanted != "0" and adapter_type != "CPU" and backend == "Vulkan")

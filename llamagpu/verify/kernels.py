@@ -1,0 +1,284 @@
+"""Linears, norms and attention: every row of the route tables on small shapes, against float64."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from llamagpu.engine import baselines, routes
+from llamagpu.engine.ops import AttentionBuffers, AttentionMode, Ops, Output
+from llamagpu.engine.options import KvType
+from llamagpu.engine.routes import Attention, Epilogue, GridSize, Inputs, Linear, Prologue, Route, RowWise, S
+from llamagpu.files.storage import Storage
+from llamagpu.gpu.device import Gpu
+from llamagpu.verify import reference
+from llamagpu.verify.reference import (
+    F32,
+    INT8_BLOCK,
+    REQUANTISED,
+    Answer,
+    Array,
+    Bound,
+    Case,
+    Floats,
+    Weight,
+    dequantise_blocks,
+    fits,
+    linear_inputs,
+    matrix_of,
+    only,
+    random,
+    round_int8,
+    rows_of,
+    run,
+    step_buffer,
+)
+
+
+def kernel_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
+    yield from linear_cases(gpu, quick)
+    yield from stage_cases(gpu)
+    yield from workgroup_epilogue_cases(gpu)
+    yield from norm_cases(gpu)
+    yield from attention_cases(gpu, quick)
+
+
+# Linears
+
+PLAIN = Weight(Storage.Q4, 71, 576)
+STORAGES = (
+    Weight(Storage.Q8, 71, 576),
+    Weight(Storage.F16, 71, 576),
+    Weight(Storage.Q6, 71, 2304, 16, scale_bits=8),
+    Weight(Storage.Q4, 66, 256, 32, has_offset=True, scale_bits=8),
+    Weight(Storage.Q4, 9, 36, 12, has_offset=True),
+    Weight(Storage.F16, 5, 129),
+)
+LONG = (
+    Weight(Storage.Q4, 31, 8448, 32, has_offset=True, scale_bits=8),
+    Weight(Storage.Q6, 30, 8448, 16, scale_bits=8),
+)
+WIDE = (Weight(Storage.Q4, 8193, 64), Weight(Storage.Q4, 3073, 64))  # with tiles of their own
+
+InputMode = tuple[Inputs, Prologue]
+INPUT_MODES: dict[InputMode, int] = {  # and what k must be a multiple of
+    (Inputs.F32, Prologue.NONE): 1,
+    (Inputs.INT8, Prologue.NONE): 32,
+    (Inputs.INT8, Prologue.NORM): 576,
+    (Inputs.INT8, Prologue.MERGE): 576,
+}
+INTERLEAVED = (Inputs.INTERLEAVED, Prologue.NONE)
+STAGE_MODES = (
+    *((inputs, prologue) for inputs in (Inputs.INT8, Inputs.F32) for prologue in (Prologue.NORM, Prologue.MERGE)),
+    INTERLEAVED,
+)
+STAGES = (
+    *((PLAIN, mode) for mode in STAGE_MODES),
+    *((weight, mode) for weight in LONG for mode in ((Inputs.INT8, Prologue.NORM), INTERLEAVED)),
+)
+
+
+def linear_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
+    """Each row of the table on one shape, each kernel on every storage."""
+    table = (*routes.LINEAR, baselines.GEMM_ROWS)
+    for weight in (PLAIN,) if quick else (PLAIN, *STORAGES):
+        for mode in (mode for mode, multiple in INPUT_MODES.items() if weight.k % multiple == 0):
+            for m in (1,) if mode[1] is not Prologue.NONE else (1, 3, 8, 16, 70):
+                fitting = [route for route in table if fits(route, weight.shape(m, *mode), gpu.caps)]
+                if m in (3, 8, 16):  # for kernels that take no more
+                    fitting = [route for route in fitting if not fits(route, weight.shape(70, *mode), gpu.caps)]
+                if weight is not PLAIN or quick:
+                    fitting = list({route.kernel: route for route in reversed(fitting)}.values())
+                for route in distinct(fitting):
+                    yield linear_case(gpu, route, weight, mode, m)
+    for weight in () if quick else WIDE:
+        mode = Inputs.INT8, Prologue.NONE
+        yield linear_case(gpu, routes.select(routes.LINEAR, weight.shape(70, *mode), gpu.caps), weight, mode, 70)
+
+
+def linear_case(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode, m: int) -> Case:
+    shape = f"{weight.name}, {mode_name(mode)}, m {m}{tuning(route)}"
+    return Case(route.kernel, shape, partial(linear, gpu, route, weight, mode, m), mode_bound(mode))
+
+
+def mode_name(mode: InputMode) -> str:
+    inputs, prologue = mode
+    return f"{inputs} x" if prologue is Prologue.NONE else f"{inputs} x after {prologue}"
+
+
+def mode_bound(mode: InputMode) -> Bound:
+    inputs, prologue = mode
+    return REQUANTISED if inputs is Inputs.INT8 and prologue is not Prologue.NONE else F32
+
+
+def tuning(route: Route[S]) -> str:
+    return "".join(f", {name.lower()} {value}" for name, value in route.consts.items())
+
+
+def distinct(table: Iterable[Route[S]]) -> Iterable[Route[S]]:
+    """Rows that make different kernels: some differ only in the shapes that they fit."""
+    return {(route.kernel, str(route.consts)): route for route in table}.values()
+
+
+def stage_cases(gpu: Gpu) -> Iterator[Case]:
+    """linear_gemv_fused as a kernel of its own, with fewer workgroups than rows need.
+
+    Two shapes have more iterations than the prefetch covers, and lanes that are idle in the last one.
+    """
+    for weight, mode in STAGES if gpu.caps.subgroup else ():
+        route = routes.fused_linear(weight.shape(1, *mode), GridSize(1, 128), gpu.caps)
+        compare = partial(linear, gpu, replace(route, grid=lambda *_: (3, 1, 1)), weight, mode, 1)
+        yield Case(route.kernel, f"{weight.name}, {mode_name(mode)}", compare, mode_bound(mode))
+
+
+def linear(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode, m: int) -> Answer:
+    y = gpu.zeros(m * weight.n * 4, "y")
+    output = Output(Epilogue.STORE, {"y": y}, {"WIDTH": weight.n})
+    want = run_linear(gpu, route, weight, mode, output, m)
+    return gpu.read(y, np.float32, want.size).reshape(want.shape), want
+
+
+def run_linear(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode, output: Output, m: int = 1) -> Floats:
+    """Run it; the [m, n] results in float64."""
+    shard, packed = weight.upload(gpu)
+    given = linear_inputs(gpu, m, weight.k, *mode)
+    make = Ops(gpu, step_buffer(gpu, m))
+    run(gpu, make.linear(given.x, matrix_of(shard), m, output, given.inputs, given.prologue, only(route)), m)
+    return np.asarray(given.values @ rows_of(packed, np.arange(weight.n)).T)
+
+
+# Workgroup epilogues: logits with candidates, silu(gate) * up as int8 blocks
+
+WHOLE_BLOCKS = Weight(Storage.Q4, 192, 576)
+
+
+def workgroup_epilogue_cases(gpu: Gpu) -> Iterator[Case]:
+    weight = WHOLE_BLOCKS
+    for inputs in (Inputs.F32, Inputs.INT8):
+        for route in workgroup_epilogue_routes(gpu, weight.shape(1, inputs, epilogue=Epilogue.LOGITS)):
+            shape = f"{Epilogue.LOGITS} {weight.name}, {inputs} x{tuning(route)}"
+            yield Case(route.kernel, shape, partial(logits, gpu, route, inputs))
+        for m in (1, 4, 8, 30, 70):
+            for route in workgroup_epilogue_routes(gpu, weight.shape(m, inputs, epilogue=Epilogue.SWIGLU_INT8))[:1]:
+                shape = f"{Epilogue.SWIGLU_INT8} {weight.name}, {inputs} x, m {m}"
+                yield Case(route.kernel, shape, partial(swiglu_int8, gpu, route, inputs, m), REQUANTISED)
+
+
+def workgroup_epilogue_routes(gpu: Gpu, shape: Linear) -> list[Route[Linear]]:
+    return list(distinct(r for r in routes.LINEAR if fits(r, shape, gpu.caps) and r.has_workgroup_epilogue))
+
+
+def logits(gpu: Gpu, route: Route[Linear], inputs: Inputs) -> Answer:
+    weight = WHOLE_BLOCKS
+    y, candidates = gpu.zeros(weight.n * 4, "y"), gpu.zeros(weight.n * 8, "candidates")
+    output = Output(Epilogue.LOGITS, {"y": y, "candidates": candidates})
+    want = run_linear(gpu, route, weight, (inputs, Prologue.NONE), output)[0]
+    shape = weight.shape(1, inputs, epilogue=Epilogue.LOGITS)
+    count = Ops(gpu, y).workgroups(route, shape)
+    top = gpu.read(candidates, np.float32, 2 * count)[::2].max()
+    return np.append(gpu.read(y, np.float32, weight.n), top), np.append(want, want.max())
+
+
+def swiglu_int8(gpu: Gpu, route: Route[Linear], inputs: Inputs, m: int) -> Answer:
+    weight = WHOLE_BLOCKS
+    count = m * weight.n // 64
+    y = gpu.zeros(count * INT8_BLOCK.itemsize, "y")
+    output = Output(Epilogue.SWIGLU_INT8, {"y": y}, {"WIDTH": weight.n})
+    want = reference.swiglu(run_linear(gpu, route, weight, (inputs, Prologue.NONE), output, m))
+    return dequantise_blocks(gpu.read(y, INT8_BLOCK, count).reshape(m, -1)), round_int8(want)
+
+
+# Norms
+
+
+def norm_cases(gpu: Gpu) -> Iterator[Case]:
+    for route in (*routes.NORM, *routes.NORM_INT8):
+        for width, m in ((576, 5), (2048, 1), (577, 3)):
+            if fits(route, RowWise(width), gpu.caps):
+                bound = REQUANTISED if route in routes.NORM_INT8 else F32
+                yield Case(route.kernel, f"width {width}, m {m}", partial(norm, gpu, route, width, m), bound)
+    yield Case("rms_norm_plain", "width 576, m 5, with mul", partial(two_step_norm, gpu, 576, 5))
+
+
+def norm_data(width: int, m: int) -> tuple[Array, Array]:
+    rng = random("norm")
+    x = rng.standard_normal((m, width)).astype(np.float32) * np.float32(3)
+    return x, rng.standard_normal(width).astype(np.float32)
+
+
+def norm(gpu: Gpu, route: Route[RowWise], width: int, m: int) -> Answer:
+    x, weight = norm_data(width, m)
+    y, make = gpu.zeros(m * width * 4, "y"), Ops(gpu, step_buffer(gpu, m))
+    on_device = gpu.upload(x, "x"), gpu.upload(weight, "w")
+    run(gpu, [make.rms_norm(*on_device, y, width, 1e-5, m, table=only(route))], m)
+    want = reference.rms_norm(x, weight, 1e-5)
+    if route in routes.NORM_INT8:
+        blocks = gpu.read(y, INT8_BLOCK, m * width // 32).reshape(m, -1)
+        return dequantise_blocks(blocks), round_int8(want)
+    return gpu.read(y, np.float32, x.size).reshape(x.shape), want
+
+
+def two_step_norm(gpu: Gpu, width: int, m: int) -> Answer:
+    x, weight = norm_data(width, m)
+    between, y = gpu.zeros(x.nbytes, "between"), gpu.zeros(x.nbytes, "y")
+    on_device = gpu.upload(x, "x"), gpu.upload(weight, "w")
+    make = Ops(gpu, step_buffer(gpu, m))
+    run(gpu, baselines.norm_then_mul(make, *on_device, between, y, width, 1e-5), m)
+    return gpu.read(y, np.float32, x.size).reshape(x.shape), reference.rms_norm(x, weight, 1e-5)
+
+
+# Attention
+
+CAPACITY = 240
+INT8_ATTENTION = (2e-4, 3e-2)  # queries and keys in int8, values in f16; the same for int8 blocks of the results
+HEADS = ((4, 2, 64), (2, 1, 128), (2, 1, 48), (2, 2, 6))  # heads, KV heads, head_dim
+
+
+def attention_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
+    for heads, kv_heads, head_dim in HEADS[: 1 if quick else None]:
+        for m, position in ((1, 200), (8, 60), (33, 65)):
+            for route in (*routes.ATTEND, baselines.ATTEND_STRIDED):
+                shape = Attention(m, heads, kv_heads, head_dim, scale=head_dim**-0.5)
+                for kv_type in (KvType.F16, KvType.F32)[: 2 if head_dim == 64 else 1]:
+                    if fits(route, shape, gpu.caps) and (m != 8 or route.kernel == "attend_split"):
+                        name = f"{heads} heads of {head_dim}, {kv_heads} kv, {kv_type}, m {m} at {position}"
+                        compare = partial(attend, gpu, route, shape, position, AttentionMode(kv_type))
+                        yield Case(route.kernel, name, compare)
+    for route in routes.ATTEND:
+        for int8_out in (False, True):
+            result = "int8" if int8_out else "f32"
+            if route.kernel == "attend_split":
+                shape, mode = Attention(1, 4, 2, 64, scale=0.125, splits=4), AttentionMode(KvType.F16, int8_out)
+                if fits(route, shape, gpu.caps):
+                    compare, bound = partial(attend, gpu, route, shape, 200, mode), REQUANTISED if int8_out else F32
+                    yield Case("attend_merge", f"4 heads of 64 at 200, 4 splits, {result}", compare, bound)
+            if route.kernel == "attend_tile":
+                mode = AttentionMode(KvType.F16, int8_out, int8_attention=True)
+                for heads, kv_heads, head_dim in HEADS:
+                    shape = Attention(33, heads, kv_heads, head_dim, scale=head_dim**-0.5)
+                    if fits(route, shape, gpu.caps) and routes.int8_attention(head_dim, gpu.caps):
+                        name = f"heads of {head_dim} in int8, m 33 at 65, {result}"
+                        yield Case("attend_tile", name, partial(attend, gpu, route, shape, 65, mode), INT8_ATTENTION)
+
+
+def attend(gpu: Gpu, route: Route[Attention], shape: Attention, position: int, mode: AttentionMode) -> Answer:
+    m, kv_dtype = shape.m, np.float32 if mode.kv_type is KvType.F32 else np.float16
+    rng = random(f"attention {shape.heads, shape.kv_heads, shape.head_dim}")
+    q = rng.standard_normal((m, shape.heads, shape.head_dim)).astype(np.float32)
+    k, v = rng.standard_normal((2, shape.kv_heads, CAPACITY, shape.head_dim)).astype(kv_dtype)
+    y, partial_sums = gpu.zeros(q.nbytes, "y"), gpu.zeros(q.nbytes * shape.splits, "partial")
+    stats = gpu.zeros(m * shape.heads * shape.splits * 8, "stats")
+    out = y if shape.splits == 1 else partial_sums
+    buffers = AttentionBuffers(gpu.upload(q, "q"), gpu.upload(k, "k"), gpu.upload(v, "v"), out, stats)
+    make = Ops(gpu, step_buffer(gpu, m, position, CAPACITY))
+    dispatches = [make.attend(shape, buffers, mode, only(route))]
+    if shape.splits > 1:
+        dispatches.append(make.attend_merge(shape, partial_sums, stats, y, mode.int8_out))
+    run(gpu, dispatches, m, position)
+    end = position + m
+    want = reference.attention(q, k[:, :end], v[:, :end], position)
+    if mode.int8_out:
+        blocks = gpu.read(y, INT8_BLOCK, q.size // 32).reshape(m, -1)
+        return dequantise_blocks(blocks), round_int8(want.reshape(m, -1))
+    return gpu.read(y, np.float32, q.size).reshape(q.shape), want

@@ -1,0 +1,166 @@
+"""The kernels that are neither linear, norm nor attention, each once against float64."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import wgpu
+
+from llamagpu.engine import fused_decode, routes, synthetic
+from llamagpu.engine.device_sampler import DeviceSampler
+from llamagpu.engine.fused_decode import LITMUS_LAYERS, PROBE_SPIN_LIMIT
+from llamagpu.engine.ops import Consts, Ops, argmax_candidates
+from llamagpu.engine.routes import GridSize, Linear, Route
+from llamagpu.engine.sampler import Sampling
+from llamagpu.engine.step_inputs import Segment, StepInputs
+from llamagpu.files.storage import Storage
+from llamagpu.gpu.device import Gpu
+from llamagpu.gpu.recorder import Recorder
+from llamagpu.gpu.shaders import constants
+from llamagpu.verify.kernels import PLAIN, norm_data
+from llamagpu.verify.reference import (
+    COPIED,
+    INT8_BLOCK,
+    REQUANTISED,
+    Answer,
+    Case,
+    Weight,
+    dequantise_blocks,
+    fits,
+    matrix_of,
+    only,
+    random,
+    round_int8,
+    rows_of,
+    run,
+    silu,
+    step_buffer,
+    step_rows,
+)
+
+SAMPLED = 300  # tokens
+
+
+def other_cases(gpu: Gpu) -> Iterator[Case]:
+    for route in routes.EMBED:
+        for weight in (PLAIN, Weight(Storage.F16, 11, 33)):
+            if fits(route, weight.shape(1), gpu.caps):
+                yield Case(route.kernel, weight.name, partial(embed, gpu, route, weight), COPIED)
+    yield Case("quantise_int8", "width 576, m 5", partial(quantise, gpu), REQUANTISED)
+    yield Case("silu_mul", "width 129, m 5", partial(silu_mul, gpu))
+    yield Case("argmax", "vocab 3000", partial(argmax, gpu), COPIED)
+    yield Case("greedy", f"candidates, then the row of {PLAIN.name}", partial(greedy, gpu), COPIED)
+    shares = (4e-2, 0.2)  # 8 more or less of 180
+    yield Case("sample", f"top-k 3 of 3000, {SAMPLED} tokens", partial(sample, gpu), shares)
+    yield Case("log_prob", "vocab 1025, m 3", partial(log_prob, gpu))
+    yield Case("fill_random", "75,000 words", partial(byte_counts, gpu), (1e-2, 0.25))
+    yield Case("copy", "4096 words", partial(copy, gpu), (0.0, 0.0))
+    yield Case("peak", "f32 multiply-adds", partial(peak, gpu))
+    yield Case("barrier_litmus", f"{LITMUS_LAYERS} grid barriers", partial(barrier_litmus, gpu), (0.0, 0.0))
+
+
+def embed(gpu: Gpu, route: Route[Linear], weight: Weight) -> Answer:
+    shard, packed = weight.upload(gpu)
+    ids, step = [0, weight.n - 1, 3, 3], StepInputs(gpu)
+    step.write([Segment(0, 0, ids)], 0, 1)
+    y = gpu.zeros(len(ids) * weight.k * 4, "y")
+    run(gpu, Ops(gpu, step.buffer).embed(matrix_of(shard), y, len(ids), only(route)), len(ids))
+    return gpu.read(y, np.float32, len(ids) * weight.k).reshape(len(ids), -1), rows_of(packed, np.array(ids))
+
+
+def quantise(gpu: Gpu) -> Answer:
+    x, _ = norm_data(576, 5)
+    y = gpu.zeros(5 * 18 * INT8_BLOCK.itemsize, "y")
+    run(gpu, [Ops(gpu, step_buffer(gpu, 5)).quantise(gpu.upload(x, "x"), y, 576, 5)], 5)
+    return dequantise_blocks(gpu.read(y, INT8_BLOCK, 5 * 18).reshape(5, -1)), round_int8(x)
+
+
+def silu_mul(gpu: Gpu) -> Answer:
+    gate, up = random("silu").standard_normal((2, 5, 129)).astype(np.float32) * 3
+    y = gpu.upload(gate, "y")
+    run(gpu, [Ops(gpu, step_buffer(gpu, 5)).silu_mul(y, gpu.upload(up, "up"), 129, 5)], 5)
+    return gpu.read(y, np.float32, gate.size).reshape(gate.shape), silu(gate) * up
+
+
+def argmax(gpu: Gpu) -> Answer:
+    logits = random("logits").standard_normal(3000).astype(np.float32)
+    count, rows = argmax_candidates(3000), constants("argmax")["CANDIDATE_ROWS"]
+    candidates = gpu.zeros(8 * count, "candidates")
+    run(gpu, [Ops(gpu, step_buffer(gpu, 1)).argmax(gpu.upload(logits, "logits"), candidates, 3000)])
+    found = gpu.read(candidates, np.uint32, 2 * count).reshape(-1, 2)
+    want = [start + int(logits[start : start + rows].argmax()) for start in range(0, 3000, rows)]
+    return np.append(found[:, 0].copy().view(np.float32), found[:, 1]), np.append(logits[want], want)
+
+
+def greedy(gpu: Gpu) -> Answer:
+    """The token of the best candidate, and its embedding."""
+    shard, packed = PLAIN.upload(gpu)
+    candidates = np.array([(0, 5), (0, 70), (0, 3), (0, 33)], np.uint32)
+    candidates[:, 0] = np.array([-3.0, 2.0, 2.0, 1.0], np.float32).view(np.uint32)
+    x, ring, step = gpu.zeros(PLAIN.k * 4, "x"), gpu.zeros(16, "ring"), step_buffer(gpu, 1)
+    bindings = {"candidates": gpu.upload(candidates, "candidates"), "ring": ring, "x": x}
+    run(gpu, [Ops(gpu, step).sample("greedy", {"CANDIDATES": 4, "RING": 4}, bindings, matrix_of(shard))])
+    want = rows_of(packed, np.array([3]))[0]  # of the two largest the first
+    return np.append(gpu.read(x, np.float32, PLAIN.k), step_rows(gpu, step, 1)[0, 2]), np.append(want, 3)
+
+
+def sample(gpu: Gpu) -> Answer:
+    """How often each of the three likeliest tokens is sampled, and that no other is."""
+    likeliest, shares = np.array([2999, 7, 1500]), np.array([0.6, 0.3, 0.1])
+    values = random("logits").standard_normal(3000).astype(np.float32)
+    values[likeliest] = 20 + np.log(shares)
+    logits, ring = gpu.upload(values, "logits"), gpu.zeros(SAMPLED * 4, "ring")
+    count = argmax_candidates(3000)
+    candidates = gpu.zeros(8 * count, "candidates")
+    sampler = DeviceSampler(gpu, 1)
+    sampler.configure(0, Sampling(temperature=1.0, top_k=3, top_p=1.0, min_p=0.0, seed=1), ())
+    consts: Consts = {"CANDIDATES": count, "RING": SAMPLED, "VOCAB": 3000}
+    bindings = {"candidates": candidates, "ring": ring, "logits": logits, "sampling": sampler.settings}
+    make = Ops(gpu, step_buffer(gpu, 1))
+    next_token = make.sample("sample", consts, bindings, None)
+    run(gpu, [make.argmax(logits, candidates, 3000), *[next_token] * SAMPLED])
+    sampled = gpu.read(ring, np.uint32, SAMPLED)
+    counts = [int((sampled == token).sum()) for token in likeliest]
+    return np.array([*counts, SAMPLED - sum(counts)]), np.array([*(SAMPLED * shares), 0])
+
+
+def log_prob(gpu: Gpu) -> Answer:
+    logits = random("log_prob").standard_normal((3, 1025)).astype(np.float32) * 4
+    targets, out = np.array([0, 500, 1024], np.uint32), gpu.zeros(12, "out")
+    make = Ops(gpu, step_buffer(gpu, 3))
+    run(gpu, [make.log_prob(gpu.upload(logits, "logits"), gpu.upload(targets, "targets"), out, 1025)], 3)
+    wide = logits.astype(np.float64)
+    return gpu.read(out, np.float32, 3), wide[range(3), targets] - np.log(np.exp(wide).sum(axis=1))
+
+
+def byte_counts(gpu: Gpu) -> Answer:
+    """How often each byte value appears: 1172 times each, 34 more or less."""
+    words = gpu.zeros(300_000, "words")
+    synthetic.fill_buffer(gpu, Recorder(gpu), words, 0)
+    return np.bincount(gpu.read(words, np.uint8, 300_000), minlength=256), np.full(256, 300_000 / 256)
+
+
+def copy(gpu: Gpu) -> Answer:
+    x = random("copy").integers(0, 1 << 32, 4096, np.uint32)
+    y = gpu.zeros(x.nbytes, "y")
+    run(gpu, [gpu.dispatch("copy", (), {"VEC4S": 1024}, {"x": gpu.upload(x, "x"), "y": y}, (2, 1, 1))])
+    return gpu.read(y, np.uint32, 4096), x
+
+
+def barrier_litmus(gpu: Gpu) -> Answer:
+    """With the first grid size whose workgroups run at the same time; with one workgroup where nothing is fused."""
+    layers = gpu.upload(np.array([LITMUS_LAYERS, 0, 0, 0], np.uint32), "layers", wgpu.BufferUsage.UNIFORM)
+    sizes = routes.grid_sizes(2048, gpu.caps) if gpu.caps.grid_barrier else ()
+    for grid in (*sizes, GridSize(1, 256)):
+        barrier = gpu.upload(np.array([0, 0, PROBE_SPIN_LIMIT, 0], np.uint32), "barrier")
+        answers = [fused_decode.barrier_litmus_test(gpu, grid, barrier, layers, seed) for seed in (1, 2, 3)]
+        if not gpu.read(barrier, np.uint32, 2)[1]:  # no workgroup timed out
+            break
+    got, want = map(np.concatenate, zip(*answers, strict=True))
+    return got, want
+
+
+def peak(gpu: Gpu) -> Answer:
+    x, y = gpu.upload(np.array([0.5, 1.0, 2.0, 0.0], np.float32), "x"), gpu.zeros(1024, "y")
+    run(gpu, [gpu.dispatch("peak", (), {"ITERATIONS": 64}, {"x": x, "y": y}, (1, 1, 1))])
+    return gpu.read(y, np.float32, 256), np.full(256, 64.0)

@@ -1,0 +1,283 @@
+"""What kernels are compared with: random weights and inputs, and each operation in numpy float64."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamagpu.engine.ops import NO_PROLOGUE, Consts, PrologueSpec
+from llamagpu.engine.options import Backend
+from llamagpu.engine.routes import Epilogue, Inputs, Linear, Prologue, Route, S, Table
+from llamagpu.engine.step_inputs import HEADER_WORDS, MAX_SEGMENTS, Segment, StepInputs
+from llamagpu.engine.weights import Matrix, MatrixShard, WeightTarget
+from llamagpu.files.storage import SUPER_BLOCK, Layout, PackedMatrix, Storage, dequantize, take_rows
+from llamagpu.gpu.buffers import Buffer
+from llamagpu.gpu.caps import Caps
+from llamagpu.gpu.device import Dispatch, Gpu
+from llamagpu.gpu.recorder import Plan, Recorder, Step
+
+Array = NDArray[Any]  # numbers of any type
+Floats = NDArray[np.float64]
+Bound = tuple[float, float]  # normalised mean squared error; largest error over largest value
+Answer = tuple[Array, Array]  # what the device computes, what is right
+
+# f32 sums of some thousand products: 1e-13 and 1e-6 were seen. The rest allows for other orders of addition, and for
+# an exp and inverseSqrt that are a few ulp off.
+F32 = (1e-10, 1e-5)
+COPIED = (1e-13, 3e-7)  # one product and one sum in f32, perhaps fused
+# f32 sums rounded to int8: a value between two steps may fall to the other one, 1/127 of the largest away
+REQUANTISED = (1e-5, 5e-3)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    kernel: str
+    shape: str
+    compare: Callable[[], Answer]
+    bound: Bound = F32
+
+
+def errors(got: Array, want: Array) -> Bound:
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    error = np.abs(got - want)
+    mean = (error**2).sum() / max((want**2).sum(), 1e-300)
+    return float(mean), float(error.max() / max(np.abs(want).max(), 1e-300))
+
+
+def random(name: str) -> np.random.Generator:
+    """The same numbers for the same name."""
+    return np.random.default_rng(zlib.crc32(name.encode()))
+
+
+# Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A random matrix [n, k] in one storage."""
+
+    storage: Storage
+    n: int
+    k: int
+    group: int = 32  # not of f16
+    has_offset: bool = False
+    scale_bits: int = 16  # or 32; or 8: super-blocks, as K-quants have them
+
+    @property
+    def name(self) -> str:
+        if self.storage is Storage.F16:
+            return f"f16 {self.n}x{self.k}"
+        scales = {8: " super-blocks", 16: "", 32: " f32 scales"}[self.scale_bits]
+        return f"{self.storage}/{self.group}{'+' * self.has_offset}{scales} {self.n}x{self.k}"
+
+    def shape(
+        self,
+        m: int,
+        inputs: Inputs = Inputs.F32,
+        prologue: Prologue = Prologue.NONE,
+        epilogue: Epilogue = Epilogue.STORE,
+    ) -> Linear:
+        group = self.k if self.storage is Storage.F16 else self.group
+        return Linear(m, self.n, self.k, group, self.storage, inputs, prologue, epilogue)
+
+    def packed(self) -> PackedMatrix:
+        """As `repack` gives it: six bits are int8 there."""
+        rng, n, k = random(self.name), self.n, self.k
+        if self.storage is Storage.F16:
+            values = np.zeros((n, k + k % 2), np.float16)
+            values[:, :k] = 0.05 * rng.standard_normal((n, k), np.float32)
+            return PackedMatrix(Layout(Storage.F16, k, k), values)
+        storage = Storage.Q4 if self.storage is Storage.Q4 else Storage.Q8
+        layout = Layout(storage, k, self.group, self.has_offset, self.scale_bits)
+        words: Array
+        if storage is Storage.Q4:
+            words = rng.integers(0, 256, (n, k // 2), np.uint8)
+        else:
+            most = 32 if self.storage is Storage.Q6 else 128
+            words = rng.integers(-most, most, (n, k), np.int8)
+        if self.scale_bits == 8:
+            return PackedMatrix(layout, words, super_blocks(rng, n, layout))
+        scales = 0.01 * rng.standard_normal((n, k // self.group, layout.scale_width))
+        scales[..., 1:] *= 10
+        return PackedMatrix(layout, words, scales.astype(np.float32 if self.scale_bits == 32 else np.float16))
+
+    def upload(self, gpu: Gpu, row0: int = 0, keep_scales: bool = False) -> tuple[MatrixShard, PackedMatrix]:
+        """The matrix on the device, converted as the loader does.
+
+        With `keep_scales` also an adapter without native f16 gets the scales as they are.
+        """
+        packed = self.packed()
+        native_f16 = keep_scales or gpu.caps.native_f16
+        target = WeightTarget(Backend.BUFFERS, self.storage is Storage.Q6, native_f16, int8=False)
+        words, scales = target.convert(packed)
+        on_device = None if scales is None else gpu.upload(scales, "scales")
+        layout = target.layout(packed.layout)
+        return MatrixShard(row0, self.n, layout, gpu.upload(words, self.name), on_device), packed
+
+
+def super_blocks(rng: np.random.Generator, n: int, layout: Layout) -> Array:
+    """Scales of K-quants (see storage.PackedMatrix): any sub-scales under random super-block scales."""
+    blocks = rng.integers(0, 256, (n, layout.k // SUPER_BLOCK, layout.super_block_bytes), np.uint8)
+    scales = rng.standard_normal((*blocks.shape[:2], 2)) * (1e-4, 1e-3 * layout.has_offset)
+    blocks[..., :4] = scales.astype(np.float16).view(np.uint8)
+    return blocks
+
+
+def matrix_of(shard: MatrixShard) -> Matrix:
+    return Matrix(shard.n, shard.k, (shard,))
+
+
+def rows_of(packed: PackedMatrix, rows: NDArray[np.integer]) -> Floats:
+    return dequantize(take_rows(packed, rows))
+
+
+# int8 blocks: what a linear of precision "fast" reads, and what the kernels before it write
+
+INT8_BLOCK = np.dtype([("even", "i1", 16), ("odd", "i1", 16), ("scale", "f4", 4)])  # 32 activations
+
+
+def quantise_blocks(x: Array) -> Array:
+    """[m, k] to [m, k/32] blocks: scale = (d, d * sum of the first 16, of the last 16, of all)."""
+    values = x.astype(np.float64).reshape(len(x), -1, 32)
+    d = np.abs(values).max(axis=2, keepdims=True) / 127
+    integers = np.rint(values / np.where(d == 0, 1, d)).astype(np.int8)
+    blocks = np.zeros(integers.shape[:2], INT8_BLOCK)
+    blocks["even"], blocks["odd"] = integers[..., ::2], integers[..., 1::2]
+    low, high = integers[..., :16].sum(axis=2), integers[..., 16:].sum(axis=2)
+    blocks["scale"] = d * np.stack([np.ones_like(low), low, high, low + high], axis=2)
+    return blocks
+
+
+def block_integers(blocks: Array) -> Floats:
+    """[m, k/32, 32] in the order of the activations."""
+    pairs = np.stack([blocks["even"], blocks["odd"]], axis=-1)
+    return pairs.reshape(*blocks.shape, 32).astype(np.float64)
+
+
+def dequantise_blocks(blocks: Array) -> Floats:
+    """[m, k/32] blocks to [m, k]."""
+    values = block_integers(blocks) * blocks["scale"][..., :1].astype(np.float64)
+    return values.reshape(len(blocks), -1)
+
+
+def round_int8(x: Array) -> Floats:
+    """Activations rounded as int8 blocks round them."""
+    return dequantise_blocks(quantise_blocks(x))
+
+
+# Inputs of linears
+
+
+@dataclass(frozen=True, slots=True)
+class LinearInputs:
+    """The inputs of a linear on the device, and as its dot products see them."""
+
+    x: Buffer
+    values: Floats  # [m, k]
+    inputs: Inputs = Inputs.F32
+    prologue: PrologueSpec = NO_PROLOGUE
+
+
+EPS = 0.25  # of the prologue's norm: large enough to count
+
+
+def linear_inputs(
+    gpu: Gpu, m: int, k: int, inputs: Inputs = Inputs.F32, prologue: Prologue = Prologue.NONE
+) -> LinearInputs:
+    x = random("x").standard_normal((m, k)).astype(np.float32)
+    if prologue is Prologue.MERGE:
+        return _partial_sums(gpu, k, inputs)
+    if prologue is Prologue.NORM:
+        weight = random("norm").uniform(0.5, 2.0, k).astype(np.float32)
+        spec = PrologueSpec(prologue, {"norm": gpu.upload(weight, "norm")}, {"EPS": EPS})
+        return LinearInputs(gpu.upload(x, "x"), _as_seen(rms_norm(x, weight, EPS), inputs), inputs, spec)
+    if inputs is Inputs.INT8:
+        blocks = quantise_blocks(x)
+        return LinearInputs(gpu.upload(blocks, "x"), dequantise_blocks(blocks), inputs)
+    stored = x
+    if inputs is Inputs.INTERLEAVED:
+        stored = np.ascontiguousarray(x.reshape(k // 32, 8, 4).swapaxes(0, 1))
+    return LinearInputs(gpu.upload(stored, "x"), x.astype(np.float64), inputs)
+
+
+def _partial_sums(gpu: Gpu, k: int, inputs: Inputs) -> LinearInputs:
+    """Attention in three splits, one of them without positions."""
+    rng, splits, dim = random("splits"), 3, 64
+    sums = rng.standard_normal((k // dim, splits, dim)).astype(np.float32)
+    stats = rng.uniform(1, 4, (k // dim, splits, 2)).astype(np.float32)  # (top, total)
+    sums[:, 1], stats[:, 1] = 0, (-1e30, 0)
+    tops, totals = np.moveaxis(stats.astype(np.float64), 2, 0)
+    shares = np.exp(tops - tops.max(axis=1, keepdims=True))
+    merged = (sums * shares[..., None]).sum(axis=1) / (totals * shares).sum(axis=1, keepdims=True)
+    consts: Consts = {"HEAD_DIM": dim, "SPLITS": splits}
+    spec = PrologueSpec(Prologue.MERGE, {"stats": gpu.upload(stats, "stats")}, consts, ("split_count_fixed",))
+    return LinearInputs(gpu.upload(sums, "x"), _as_seen(merged.reshape(1, k), inputs), inputs, spec)
+
+
+def _as_seen(values: Floats, inputs: Inputs) -> Floats:
+    return round_int8(values) if inputs is Inputs.INT8 else values
+
+
+# Operations in float64
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Floats:
+    wide = x.astype(np.float64)
+    return np.asarray(wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + eps) * weight)
+
+
+def silu(x: Array) -> Floats:
+    wide = x.astype(np.float64)
+    return np.asarray(wide / (1 + np.exp(-np.clip(wide, -700, None))))
+
+
+def swiglu(x: Array) -> Floats:
+    """[m, 2n] of interleaved gate and up to [m, n]."""
+    return silu(x[:, ::2]) * x[:, 1::2]
+
+
+def attention(q: Array, k: Array, v: Array, position: int) -> Floats:
+    """q [m, heads, d] from `position` on, k and v [kv_heads, n, d] to [m, heads, d]; causal."""
+    q, k, v = (a.astype(np.float64) for a in (q, k, v))
+    heads_per_kv = q.shape[1] // len(k)
+    hidden = np.arange(k.shape[1]) > position + np.arange(len(q))[:, None]
+    out = np.empty_like(q)
+    for head in range(q.shape[1]):
+        kv_head = head // heads_per_kv
+        scores = np.where(hidden, -np.inf, q[:, head] @ k[kv_head].T / np.sqrt(q.shape[2]))
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        out[:, head] = weights @ v[kv_head] / weights.sum(axis=1, keepdims=True)
+    return out
+
+
+# Running kernels by hand
+
+
+def step_buffer(gpu: Gpu, rows: int, position: int = 0, capacity: int = 0, slot: int = 0, slots: int = 1) -> Buffer:
+    """The inputs of a step with one segment."""
+    step = StepInputs(gpu)
+    step.write([Segment(slot, position, [0] * rows)], capacity, slots)
+    return step.buffer
+
+
+def step_rows(gpu: Gpu, step: Buffer, rows: int) -> NDArray[np.uint32]:
+    """[rows, 4]: slot, position, token and generated tokens of each row, as the device left them."""
+    first = 4 * (HEADER_WORDS + 4 * MAX_SEGMENTS)
+    return gpu.read(step, np.uint32, 4 * rows, first).reshape(rows, 4)
+
+
+def run(gpu: Gpu, dispatches: Sequence[Dispatch], rows: int = 1, position: int = 0) -> None:
+    Recorder(gpu).submit([Step(Plan(dispatches), rows, position)])
+
+
+def fits(route: Route[S], shape: S, caps: Caps) -> bool:
+    """Routes for a CPU are right on a GPU, and the other way round: both run everywhere."""
+    return any(route.fits(shape, replace(caps, cpu=cpu)) for cpu in (False, True))
+
+
+def only(route: Route[S]) -> Table[S]:
+    """A table in which this route always wins."""
+    return (replace(route, fits=lambda shape, caps: True),)

@@ -1,0 +1,133 @@
+"""The kernels on textures, which only CPU adapters use, each once against float64."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamagpu.engine import routes
+from llamagpu.engine.ops import Ops, Output
+from llamagpu.engine.options import Backend
+from llamagpu.engine.routes import Attention, Epilogue, Linear, Route
+from llamagpu.engine.step_inputs import Segment, StepInputs
+from llamagpu.engine.weights import Matrix, WeightTarget, upload_matrix
+from llamagpu.files.storage import PackedMatrix, Storage
+from llamagpu.files.texture_layout import texture_layout
+from llamagpu.gpu.buffers import Texture
+from llamagpu.gpu.device import Gpu
+from llamagpu.verify.kernels import tuning
+from llamagpu.verify.reference import (
+    COPIED,
+    Answer,
+    Array,
+    Case,
+    Weight,
+    attention,
+    only,
+    random,
+    rms_norm,
+    rows_of,
+    run,
+    silu,
+    step_buffer,
+)
+
+WEIGHTS = (Weight(Storage.Q4, 72, 576), Weight(Storage.Q8, 72, 576, 16), Weight(Storage.F16, 72, 576))
+TARGET = WeightTarget(Backend.TEXTURES, six_bits=False, native_f16=False, int8=False)
+
+
+def texture_cases(gpu: Gpu) -> Iterator[Case]:
+    for route in routes.TEXTURE_LINEAR:
+        for weight in WEIGHTS:
+            layout = texture_layout(weight.packed().layout)
+            for m in (1, 70):
+                shape = Linear(m, weight.n, weight.k, layout.group, layout.storage)
+                if route.fits(shape, gpu.caps) and (m == 1) == (route.kernel == "linear_texture_gemv"):
+                    name = f"{weight.name}, m {m}{tuning(route)}"
+                    yield Case(route.kernel, name, partial(linear, gpu, route, weight, m))
+    yield Case("rms_norm_texture", "width 576, m 5", partial(norm, gpu))
+    for m, position in ((1, 200), (33, 65)):
+        kernel = "attend_texture" if m > 1 else "attend_texture_scores"
+        yield Case(kernel, f"4 heads of 64, 2 kv, m {m} at {position}", partial(attend, gpu, m, position))
+    yield Case("embed_texture", WEIGHTS[0].name, partial(embed, gpu), COPIED)
+    yield Case("silu_mul_texture", "width 128, m 5", partial(texture_silu_mul, gpu))
+
+
+def upload_rows(gpu: Gpu, rows: Array) -> Texture:
+    """[m, k] as texels of 4, the last one padded with 0."""
+    padded = np.pad(rows.astype(np.float32), ((0, 0), (0, -rows.shape[1] % 4)))
+    return gpu.upload_texture(padded.reshape(len(rows), -1, 4), "rows")
+
+
+def read_rows(gpu: Gpu, texture: Texture) -> NDArray[np.float32]:
+    """[height, 4 width]."""
+    raw = gpu.read_texture(texture, 0, texture.width, texture.height)
+    return raw.view(np.float32).reshape(texture.height, 4 * texture.width)
+
+
+def texture_matrix(gpu: Gpu, *packed: PackedMatrix, bias: NDArray[np.float32] | None = None) -> Matrix:
+    return upload_matrix(gpu, packed, "w", TARGET, bias)
+
+
+def cache_rows(keys: Array, values: Array, texture_rows: int) -> NDArray[np.float32]:
+    """The rows of a KV cache texture, of [slots, kv_heads, capacity, head_dim] each.
+
+    Keys and values of a position stand side by side in a row. After `texture_rows` rows come the next columns, and
+    after a slot's columns those of the next slot.
+    """
+    slots, kv_heads, capacity, head_dim = keys.shape
+    blocks = -(-capacity // texture_rows)
+    cache = np.zeros((slots, blocks * texture_rows, 2, kv_heads, head_dim), np.float32)
+    cache[:, :capacity, 0], cache[:, :capacity, 1] = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+    columns = cache.reshape(slots * blocks, texture_rows, -1)
+    return columns.swapaxes(0, 1).reshape(texture_rows, -1)
+
+
+def linear(gpu: Gpu, route: Route[Linear], weight: Weight, m: int) -> Answer:
+    packed, n = weight.packed(), weight.n
+    x, y = random("x").standard_normal((m, weight.k)).astype(np.float32), gpu.zeros(m * n * 4, "y")
+    output = Output(Epilogue.TEXTURE_TO_BUFFER, {"y": y}, {"WIDTH": n})
+    make, matrix = Ops(gpu, step_buffer(gpu, m)), texture_matrix(gpu, packed)
+    run(gpu, make.linear(upload_rows(gpu, x), matrix, m, output, table=only(route)), m)
+    want = x.astype(np.float64) @ rows_of(packed, np.arange(n)).T
+    return gpu.read(y, np.float32, m * n).reshape(m, n), want
+
+
+def norm(gpu: Gpu) -> Answer:
+    x = random("x").standard_normal((5, 576)).astype(np.float32)
+    weight = random("w").standard_normal((1, 576)).astype(np.float32)
+    y, make = gpu.texture(144, 5, "y"), Ops(gpu, step_buffer(gpu, 5))
+    on_device = upload_rows(gpu, x), upload_rows(gpu, weight)
+    run(gpu, [make.rms_norm(*on_device, y, 576, 1e-5, 5, table=routes.TEXTURE_NORM)], 5)
+    return read_rows(gpu, y), rms_norm(x, weight, 1e-5)
+
+
+def attend(gpu: Gpu, m: int, position: int) -> Answer:
+    heads, kv_heads, head_dim, texture_rows, end = 4, 2, 64, 64, position + m
+    rng = random("attend")
+    q = rng.standard_normal((m, heads, head_dim)).astype(np.float32)
+    k, v = rng.standard_normal((2, kv_heads, end, head_dim)).astype(np.float32)
+    cache = upload_rows(gpu, cache_rows(k[None], v[None], texture_rows))
+    y, scores = gpu.texture(heads * head_dim // 4, m, "y"), gpu.texture(texture_rows, 4 * heads, "scores")
+    make = Ops(gpu, step_buffer(gpu, m, position, end))
+    shape = Attention(m, heads, kv_heads, head_dim, scale=head_dim**-0.5)
+    textures = upload_rows(gpu, q.reshape(m, -1)), cache, scores, y
+    run(gpu, make.attend_textures(shape, *textures, {"TEXTURE_ROWS": texture_rows}), m, position)
+    return read_rows(gpu, y).reshape(q.shape), attention(q, k, v, position)
+
+
+def embed(gpu: Gpu) -> Answer:
+    packed, ids = WEIGHTS[0].packed(), [0, 71, 3, 3]
+    y, step = gpu.texture(144, len(ids), "y"), StepInputs(gpu)
+    step.write([Segment(0, 0, ids)], 0, 1)
+    make = Ops(gpu, step.buffer)
+    run(gpu, make.embed(texture_matrix(gpu, packed), y, len(ids), routes.TEXTURE_EMBED), len(ids))
+    return read_rows(gpu, y), rows_of(packed, np.array(ids))
+
+
+def texture_silu_mul(gpu: Gpu) -> Answer:
+    gate, up = random("silu").standard_normal((2, 5, 128)).astype(np.float32) * 3
+    y, make = gpu.texture(32, 5, "y"), Ops(gpu, step_buffer(gpu, 5))
+    run(gpu, [make.texture_silu_mul(upload_rows(gpu, gate), upload_rows(gpu, up), y, 128, 5)], 5)
+    return read_rows(gpu, y), silu(gate) * up

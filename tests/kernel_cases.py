@@ -1,0 +1,206 @@
+"""What the tests of kernels share: which routes run on which cases, guards, steps of several sequences, int8 blocks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import pytest
+from reference import assert_close, attention
+
+from llamagpu.engine import baselines
+from llamagpu.engine.routes import Route, Table
+from llamagpu.engine.step_inputs import Segment, StepInputs
+from llamagpu.engine.weights import Matrix, MatrixShard
+from llamagpu.files.storage import dequantize
+from llamagpu.gpu.buffers import AnyBuffer
+from llamagpu.gpu.caps import Caps
+from llamagpu.gpu.device import Dispatch, Gpu
+from llamagpu.gpu.recorder import Plan, Recorder, Step
+from llamagpu.verify import reference as verify_reference
+from llamagpu.verify.reference import F32, Array, Floats, Weight, block_integers, random
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+ROUNDED_F16 = (1e-7, 2**-11)  # at most 2^-11 of a value, 2^-22 / 3 of its square on average
+GUARD = 77.0  # stands where nothing may be written
+SLOTS = 3  # sequences of a KV cache
+
+# A route that the adapter here cannot run is skipped when its test runs
+FULL_CAPS = Caps(
+    cpu=False,
+    native_f16=True,
+    subgroup=32,
+    workgroups=65535,
+    binding_bytes=1 << 30,
+    shared_bytes=1 << 15,
+    invocations=1024,
+    storage_buffers=16,
+)
+MINIMUM_CAPS = replace(
+    FULL_CAPS, native_f16=False, subgroup=0, shared_bytes=1 << 14, invocations=256, storage_buffers=8
+)
+SLOW = {"linear_gemv_batch", *baselines.KERNELS}  # take seconds to compile, or are in no plan
+COVERED: set[str] = set()  # kernels with a test
+
+
+class KernelCase(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def first(self) -> bool:
+        """Every route runs on it, also those that differ only in tuning."""
+        ...
+
+    @property
+    def main(self) -> bool:
+        """Kernels in SLOW run on it, too."""
+        ...
+
+    def fits(self, route: Route[Any], caps: Caps) -> bool: ...
+
+
+def covers(*kernels: str) -> Callable[[Test], Test]:
+    COVERED.update(kernels)
+    return lambda test: test
+
+
+def runs(table: Sequence[Route[Any]], cases: Sequence[KernelCase], at_minimum: Callable[[Any], bool]) -> list[Any]:
+    """A pytest parameter for every (gpu, route, case) where the route fits the case.
+
+    A software adapter takes half a second to compile a pipeline, so that not every route runs on every case (see
+    KernelCase), and on a device with minimum limits only the cases that `at_minimum` chooses.
+    """
+    found = []
+    for case in cases:
+        fitting = [r for r in table if case.fits(r, FULL_CAPS) and (case.main or r.kernel not in SLOW)]
+        found += [("full", r, case) for r in (fitting if case.first else one_per_kernel(fitting))]
+        if at_minimum(case):
+            fitting = [r for r in fitting if case.fits(r, MINIMUM_CAPS)]
+            found += [("minimum", r, case) for r in one_per_kernel(fitting)]
+    return [pytest.param(gpu, route, case, id=run_id(gpu, route, case)) for gpu, route, case in found]
+
+
+def run_id(gpu: str, route: Route[Any], case: KernelCase) -> str:
+    tuning = "".join(f",{name.lower()}={value}" for name, value in route.consts.items() if case.first)
+    return f"{gpu}-{route.kernel}{tuning}-{case.name}"
+
+
+def one_per_kernel(table: Sequence[Route[Any]]) -> list[Route[Any]]:
+    return list({route.kernel: route for route in reversed(table)}.values())[::-1]
+
+
+def on_gpus(params: list[Any]) -> Any:
+    COVERED.update(param.values[1].kernel for param in params)
+    return pytest.mark.parametrize("any_gpu, route, case", params, indirect=["any_gpu"])
+
+
+def only(gpu: Gpu, route: Route[Any], case: KernelCase) -> Table[Any]:
+    """A table in which the route always wins; skips the test where the adapter cannot run it."""
+    if not case.fits(route, gpu.caps):
+        pytest.skip(f"the adapter lacks what {route.kernel} needs ({route.needs})")
+    return verify_reference.only(route)
+
+
+def run(gpu: Gpu, dispatches: Sequence[Dispatch], rows: int = 1, position: int = 0) -> None:
+    """Recorded through wgpu-py's objects where the shaders have bounds checks, so that both ways are used."""
+    recorder = Recorder(gpu)
+    recorder.safe = not gpu.unchecked
+    recorder.submit([Step(Plan(dispatches), rows, position)])
+
+
+def fill(gpu: Gpu, buffer: AnyBuffer, *shape: int, dtype: Any = np.float32) -> None:
+    gpu.write(buffer, np.full(shape, GUARD, dtype))
+
+
+# Steps
+
+
+def segment(slot: int, position: int, rows: int) -> Segment:
+    return Segment(slot, position, [0] * rows)
+
+
+class Steps:
+    """The inputs of steps, one after another in the same buffer."""
+
+    def __init__(self, gpu: Gpu, capacity: int = 0, slots: int = 1) -> None:
+        self.inputs, self.capacity, self.slots = StepInputs(gpu), capacity, slots
+        self.buffer = self.inputs.buffer
+
+    def write(self, *segments: Segment) -> None:
+        self.inputs.write(segments, self.capacity, self.slots)
+
+    def write_rows(self, rows: int, position: int = 0) -> None:
+        self.write(segment(0, position, rows))
+
+
+def per_row(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """Slot and position of every row of a step."""
+    return [(part.slot, part.position + i) for part in segments for i in range(len(part.tokens))]
+
+
+def per_segment(dispatch: Dispatch, segments: Sequence[Segment]) -> Dispatch:
+    """The dispatch with segments in z of its grid: ops give the grid of a step with one segment."""
+    x, y, _ = dispatch.grid_for(max(len(part.tokens) for part in segments), 0)
+    return replace(dispatch, grid=(x, y, len(segments)))
+
+
+# Attention
+
+
+def only_seen(cache: Array, segments: Sequence[Segment]) -> Array:
+    """A cache [slots, kv_heads, capacity, head_dim] with large numbers at positions that no row of the step sees."""
+    seen = np.full_like(cache, 1e4)
+    for part in segments:
+        end = part.position + len(part.tokens)
+        seen[part.slot, :, :end] = cache[part.slot, :, :end]
+    return seen
+
+
+def attended(q: Array, k: Array, v: Array, segments: Sequence[Segment], window: int) -> Floats:
+    """[m, heads, head_dim] of the rows of a step, in float64."""
+    found, first = [], 0
+    for part in segments:
+        rows = len(part.tokens)
+        end, queries = part.position + rows, q[first : first + rows].swapaxes(0, 1).astype(np.float64)
+        keys, values = (cache[part.slot, :, :end].astype(np.float64) for cache in (k, v))
+        found.append(attention(queries, keys, values, np.arange(part.position, end), window))
+        first += rows
+    return np.concatenate(found, axis=1).swapaxes(0, 1)
+
+
+# Weights
+
+
+def upload(gpu: Gpu, weight: Weight, row0: int = 0) -> tuple[MatrixShard, Floats]:
+    """The weights on the device, and as [n, k] float64.
+
+    Scales stay f16 or super-blocks also where the loader would widen them because the adapter cannot convert f16: the
+    kernels decode them all the same.
+    """
+    shard, packed = weight.upload(gpu, row0, keep_scales=True)
+    return shard, dequantize(packed)
+
+
+def upload_shards(gpu: Gpu, *weights: Weight) -> tuple[Matrix, Floats, Floats]:
+    """A matrix with a bias, each weight a shard of it; and both in float64."""
+    starts = np.cumsum([0, *(weight.n for weight in weights)]).tolist()
+    uploads = [upload(gpu, weight, row0) for weight, row0 in zip(weights, starts, strict=False)]
+    bias = random("bias").standard_normal(starts[-1]).astype(np.float32)
+    shards = tuple(shard for shard, _ in uploads)
+    matrix = Matrix(starts[-1], weights[0].k, shards, gpu.upload(bias, "bias"))
+    return matrix, np.concatenate([w for _, w in uploads]), bias.astype(np.float64)
+
+
+# int8 blocks
+
+
+def check_blocks(got: Array, want: Array) -> None:
+    """Each value rounded to a step of 1/127 of its block's largest; the sums are of what is stored, not of `want`."""
+    blocks, d = want.reshape(len(want), -1, 32), got["scale"][..., 0].astype(np.float64)
+    assert_close(d, np.abs(blocks).max(axis=2) / 127, *F32, "scale")
+    integers = block_integers(got)
+    assert (np.abs(integers * d[..., None] - blocks) <= d[..., None] * 0.501 + 1e-30).all()
+    low, high = integers[..., :16].sum(axis=2), integers[..., 16:].sum(axis=2)
+    sums = d[..., None] * np.stack([low, high, low + high], axis=2)
+    assert (np.abs(got["scale"][..., 1:] - sums) <= 1e-6 * np.abs(sums)).all()

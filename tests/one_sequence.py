@@ -1,0 +1,85 @@
+"""An engine with one sequence, for tests that follow a single text."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from reference import Reference
+
+from llamagpu.engine.engine import Engine
+from llamagpu.engine.load import load_source, open_source
+from llamagpu.engine.model import Model
+from llamagpu.engine.options import Backend, KvType, Precision, Settings
+from llamagpu.engine.sampler import Sampling
+from llamagpu.engine.sequence import Sequence as TokenSequence
+from llamagpu.files.gguf_file import GgufFile
+from llamagpu.gpu.device import Gpu
+
+
+@dataclass
+class OneSequence:
+    engine: Engine
+    sequence: TokenSequence = field(default_factory=TokenSequence)
+
+    @property
+    def model(self) -> Model:
+        return self.engine.model
+
+    @property
+    def ids(self) -> list[int]:
+        return self.sequence.ids
+
+    def clear(self) -> None:
+        self.sequence.truncate(0)
+
+    def prefill(self, ids: Sequence[int], progress: Any = None) -> None:
+        self.engine.prefill(self.sequence, ids, progress)
+
+    def logits_after(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        self.prefill(ids)
+        return self.engine.read_logits()
+
+    def greedy(self, most: int | None = None) -> Iterator[int]:
+        return self.engine.greedy(self.sequence, most)
+
+    def sample(self, sampling: Sampling, prompt: Sequence[int], most: int | None = None) -> Iterator[int]:
+        return self.engine.sample(self.sequence, sampling, prompt, most)
+
+    def sample_on_host(self, choose: Callable[[NDArray[np.floating]], int] | None = None) -> Iterator[int]:
+        """By default the likeliest token."""
+        return self.engine.sample_on_host(self.sequence, choose or (lambda logits: int(logits.argmax())))
+
+    def log_probs(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        return self.engine.log_probs(self.sequence, ids)
+
+
+def load_one(
+    gpu: Gpu,
+    path: Path,
+    *,
+    context: int = 64,
+    capacity: int | None = None,
+    chunk: int = 16,
+    kv_type: KvType = KvType.F32,
+    precision: Precision = Precision.HIGH,
+    backend: Backend = Backend.BUFFERS,
+) -> OneSequence:
+    """A model file with exactly these settings, whatever the adapter would prefer."""
+    settings = Settings(precision, kv_type, backend, chunk, context, capacity or context)
+    source = open_source(path)
+    weights = load_source(source, settings, gpu)
+    return OneSequence(Engine(gpu, source.config, weights, settings, source.freq_factors))
+
+
+def reference_of(run: OneSequence, path: Path) -> Reference:
+    """A reference that rounds what the engine rounds."""
+    model, kv_f16 = run.model, run.engine.settings.kv_type is KvType.F16
+    return Reference(GgufFile(path), kv_f16=kv_f16, int8_decode=model.int8_decode, int8_prefill=model.int8_prefill)
+
+
+def token_ids(count: int, seed: int = 0) -> list[int]:
+    """Random ids of the tiny models' vocabulary."""
+    return np.random.default_rng(seed).integers(0, 288, count).tolist()

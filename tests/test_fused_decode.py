@@ -1,0 +1,588 @@
+"""Fused decode: against float64, against unfused decode, and where workgroups do not run at the same time."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import wgpu
+from conftest import open_gpu
+from gguf_builder import tiny_llama, tiny_parts, write_gguf
+from one_sequence import OneSequence, load_one, token_ids
+from test_model import by_name, check_against_reference
+
+from llamagpu.engine import load as engine_load
+from llamagpu.engine import routes, weights
+from llamagpu.engine.fused_decode import SPIN_LIMIT, FusedDecode, matrix_buffers, slab_key
+from llamagpu.engine.model import BufferModel
+from llamagpu.engine.options import Backend, KvType, Precision, Settings
+from llamagpu.engine.routes import Attention, GridSize
+from llamagpu.engine.slabs import Slabs
+from llamagpu.engine.weights import Layer, slab_groups
+from llamagpu.errors import BadFile, DeviceLost
+from llamagpu.files.storage import Storage
+from llamagpu.gpu import device
+from llamagpu.gpu.buffers import BufferRange
+from llamagpu.gpu.fuse import BOUND, Stage, fuse
+from llamagpu.gpu.recorder import Plan, Recorder, Step
+from llamagpu.gpu.shaders import compose
+
+
+@pytest.fixture(scope="module")
+def fused_gpu() -> Any:
+    """On a software adapter, which runs one workgroup at a time for sure, the grid has one workgroup."""
+    found = open_gpu(LLAMAGPU_FUSED="1")
+    if found.caps.subgroup < 4:
+        pytest.skip("fused decode needs subgroups of 4 or more")
+    return found
+
+
+def fused_of(run: OneSequence) -> FusedDecode:
+    assert isinstance(run.model, BufferModel) and run.model.fused_decode
+    return run.model.fused_decode
+
+
+def fused_kernels(run: OneSequence) -> int:
+    return [dispatch.kernel for dispatch in run.model.plan(1).dispatches].count("fused_layers")
+
+
+SHAPE: dict[str, Any] = dict(dim=128, heads=2, kv_heads=1, head_dim=64, ffn=192, layers=3, kind="Q4_0")
+FAST_F16 = dict(precision=Precision.FAST, kv_type=KvType.F16)
+PRECISIONS = pytest.mark.parametrize("precision", list(Precision))
+
+MODELS: dict[str, dict[str, Any]] = {
+    "2 heads per KV head": SHAPE,
+    "3 heads per KV head, offsets": SHAPE | dict(heads=6, kv_heads=2, kind="Q4_1", tied=False),
+    "biases": SHAPE | dict(biases=True, kind="Q8_0"),
+    "sliding window": SHAPE | dict(metadata={"llama.attention.sliding_window": 5}),
+    "qwen2, head_dim 128": SHAPE | dict(arch="qwen2", head_dim=128, kind="F16"),
+    "two types of down": SHAPE | dict(kind=by_name(**{"1.ffn_down": "Q8_0", "": "Q4_0"}), layers=4),
+    "two types of v": SHAPE | dict(kind=by_name(**{"1.attn_v": "Q8_0", "3.attn_v": "Q8_0", "": "Q4_0"}), layers=4),
+    "four types of down": SHAPE
+    | dict(
+        layers=6,
+        kind=by_name(
+            **{
+                "1.ffn_down": "Q8_0",
+                "4.ffn_down": "Q8_0",
+                "2.ffn_down": "Q4_0",
+                "5.ffn_down": "Q4_1",
+                "": "F16",
+            }
+        ),
+    ),
+    # groups of 16 in 6 bits, and the second layer unlike its neighbours in two stages
+    "mixed": SHAPE | dict(dim=256, ffn=256, kind=by_name(**{"1.attn_v": "Q6_K", "1.ffn_down": "Q6_K", "": "Q4_K"})),
+}
+
+
+@PRECISIONS
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_decode(fused_gpu, tmp_path, name, precision):
+    path, fast = tiny_llama(tmp_path / "m.gguf", **MODELS[name]), precision is Precision.FAST
+    kv_type = KvType.F32 if name == "biases" or not fast else KvType.F16
+    run = load_one(fused_gpu, path, precision=precision, kv_type=kv_type)
+    assert run.model.fused and run.model.int8_decode == fast
+    assert fused_kernels(run) == (3 if name == "mixed" and fused_gpu.caps.storage_buffers < 33 else 1)
+    check_against_reference(run, path)
+
+
+LACKING = (("0.attn_q", "0.attn_k", "0.attn_v"), ("0.attn_output",), ("1.ffn_down",))
+
+
+@pytest.mark.parametrize("zeros", [True, False], ids=["zeros", "absent"])
+@pytest.mark.parametrize("lacking", LACKING, ids=lambda names: names[0])
+def test_a_bias_that_some_layers_lack(fused_gpu, tmp_path, lacking, zeros):
+    keys, tensors = tiny_parts(**SHAPE | dict(biases=True, kind="Q8_0"))
+    for name in lacking:
+        ggml_type, shape, data = tensors.pop(f"blk.{name}.bias")
+        if zeros:
+            tensors[f"blk.{name}.bias"] = ggml_type, shape, bytes(len(data))
+    path = write_gguf(tmp_path / "m.gguf", keys, tensors)
+    run = load_one(fused_gpu, path)
+    assert run.model.fused
+    check_against_reference(run, path)
+
+
+def test_a_matrix_that_does_not_fit_a_slab(fused_gpu, tmp_path, monkeypatch):
+    """Its words have a buffer for each layer, its scales a slab; every layer reads its own."""
+    monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, binding_bytes=1 << 17))
+    monkeypatch.setattr(weights, "slab_groups", lambda *rest: (slab_groups(*rest)[0], 4))
+    types = by_name(attn_q="Q8_0", attn_k="Q8_0", attn_v="Q8_0", **{"": "Q4_0"})
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(kv_heads=2, layers=4, kind=types))
+    run = load_one(fused_gpu, path)
+    shard = run.engine.weights.layers[1].qkv.shards[0]
+    assert run.model.fused and not isinstance(shard.words, BufferRange) and isinstance(shard.scales, BufferRange)
+    check_against_reference(run, path)
+
+
+@pytest.mark.parametrize("other, ready", [("attn_q", "false"), ("attn_v", "true")])
+def test_shards_share_the_inputs_of_the_first_prologue(fused_gpu, tmp_path, other, ready):
+    """Where the first shard's prologue ran in every workgroup that the second has; read from the kernels' source."""
+    shape = SHAPE | dict(dim=512, kv_heads=2, kind=by_name(**{other: "Q8_0", "": "F16"}))
+    fused = fused_of(load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **shape)))
+    fused.grid = GridSize(128, 512)
+    shards = fused.weights.layers[0].qkv.shards
+    shapes = [shard.shape(1, fused.inputs) for shard in shards]
+    busy = [fused.ops.workgroups(routes.fused_linear(s, fused.grid, fused_gpu.caps), s) for s in shapes]
+    assert (busy[1] <= busy[0]) == (ready == "true"), "choose another shape"
+    found = [re.findall(r"const INPUTS_READY: bool = (\w+);", stage.source) for stage in fused.stages([0, 1, 2])]
+    assert found[0] == ["false"] and found[1] == [ready]
+
+
+def test_inputs_that_workgroup_memory_does_not_hold(fused_gpu, tmp_path):
+    """The down projection reads f32 inputs where they are; as int8 blocks they fit."""
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(layers=2, ffn=fused_gpu.caps.shared_bytes // 4))
+    for precision, kv_type in ((Precision.HIGH, KvType.F32), (Precision.FAST, KvType.F16)):
+        fast = precision is Precision.FAST
+        run = load_one(fused_gpu, path, precision=precision, kv_type=kv_type)
+        *_, gate_up, down = fused_of(run).stages([0, 1])
+        assert f"const INTERLEAVED: bool = {str(not fast).lower()};" in gate_up.source
+        reads = "var<workgroup> blocks" if fast else "fn run_prologue(index: u32) { wait(index); }"
+        assert reads in down.source
+        check_against_reference(run, path)
+
+
+def test_a_long_context_is_split_and_merged(fused_gpu, tmp_path):
+    """More splits with every 32 positions, then 64 and 128; unfused decode gives the same."""
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE, context=4096)
+    fused, unfused = (load_one(fused_gpu, path, context=2304, chunk=256) for _ in range(2))
+    assert isinstance(unfused.model, BufferModel)
+    unfused.model.unfuse()
+    for count in (31, 1, 1, 90, 1, 500, 1, 1600, 1):  # up to 17 splits
+        ids = token_ids(count, seed=count)
+        got, want = fused.logits_after(ids), unfused.logits_after(ids)
+        if count == 1:
+            assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
+    assert len(fused.model.plan(1)) == 4 < len(unfused.model.plan(1))  # embedding, layers, norm, output
+
+
+@pytest.mark.parametrize("settings", [{"LLAMAGPU_SAFE": "1"}, {"LLAMAGPU_UNCHECKED": "0"}], ids=str)
+def test_the_same_text_by_other_means(fused_gpu, tmp_path, monkeypatch, settings):
+    """2000 tokens, with the KV cache growing on the way."""
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(layers=2), context=2048)
+
+    def text(gpu: Any) -> list[int]:
+        run = load_one(gpu, path, capacity=256, context=2048, kv_type=KvType.F16)
+        assert run.model.fused
+        run.prefill([1, 2, 3])
+        return list(run.greedy(2000))
+
+    want = text(fused_gpu)
+    assert len(want) == 2000
+    monkeypatch.setenv(*next(iter(settings.items())))
+    assert text(open_gpu(LLAMAGPU_FUSED="1", **settings)) == want
+
+
+def test_the_cache_grows_and_is_read_back(fused_gpu, tmp_path):
+    """Layers behind each other: copied head by head into a larger cache, and out of the device and back."""
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
+    large, growing = load_one(fused_gpu, path), load_one(fused_gpu, path, capacity=8)
+    large.prefill([5, 6, 7])
+    growing.prefill([5, 6, 7])
+    assert list(growing.greedy(30)) == list(large.greedy(30))
+    cache = growing.engine.cache
+    assert cache.capacity >= 32
+    pieces = [piece.copy() for piece in cache.read(0, 20)]
+    other, rest = load_one(fused_gpu, path).engine.cache, iter(pieces)
+    other.write(0, 20, lambda count: next(rest))
+    assert all(np.array_equal(a, b) for a, b in zip(other.read(0, 20), pieces, strict=True))
+
+
+# Slabs
+
+
+def layer_buffers(layer: Layer) -> list[Any]:
+    return [layer.attn_norm, layer.ffn_norm, *(b for matrix in layer.matrices for b in matrix_buffers(matrix))]
+
+
+SETTINGS = Settings(Precision.HIGH, KvType.F32, Backend.BUFFERS, chunk=16, context=64, capacity=64)
+
+
+@pytest.mark.parametrize("shape", [MODELS["biases"], SHAPE | dict(ffn=1024, kind=by_name(**{"0.ffn_up": "Q8_0"}))])
+def test_slabs_hold_the_same_bytes(fused_gpu, tmp_path, shape):
+    """Also where gate and up of a layer are separate matrices."""
+    plain_gpu = open_gpu(LLAMAGPU_FUSED="0")
+    source = engine_load.open_source(tiny_llama(tmp_path / "m.gguf", **shape))
+    before = fused_gpu.allocated_bytes, plain_gpu.allocated_bytes
+    in_slabs, plain = (engine_load.load_source(source, SETTINGS, gpu) for gpu in (fused_gpu, plain_gpu))
+    used = fused_gpu.allocated_bytes - before[0], plain_gpu.allocated_bytes - before[1]
+    assert used[0] == used[1]  # nothing is there twice
+    for layer, other in zip(in_slabs.layers, plain.layers, strict=True):
+        for buffer, single in zip(layer_buffers(layer), layer_buffers(other), strict=True):
+            assert isinstance(buffer, BufferRange) and buffer.offset % 256 == 0 and buffer.size == single.size
+            got, want = fused_gpu.read(buffer, np.uint8, buffer.size), plain_gpu.read(single, np.uint8, single.size)
+            assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["blk.7", "blk.1", "blk.x.weight", "blk.3.nextn.weight", "blk.1.nextn.weight"])
+def test_tensors_that_no_layer_has_are_not_looked_at(fused_gpu, tmp_path, name):
+    keys, tensors = tiny_parts(**SHAPE)
+    path = write_gguf(tmp_path / "m.gguf", keys, tensors | {name: ("IQ2_XXS", (256, 256), bytes(256 * 66))})
+    source = engine_load.open_source(path)
+    before = fused_gpu.allocated_bytes
+    engine_load.load_source(source, SETTINGS, fused_gpu)
+    planned = engine_load.plan_memory(source, SETTINGS, fused_gpu).weights
+    assert fused_gpu.allocated_bytes - before == planned
+
+
+def test_matrices_of_other_layouts_are_other_variants(fused_gpu, tmp_path):
+    """Also where they have as many bytes, as a packed file may have that says something else."""
+    run = load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
+    first, other = (layer.attn_output for layer in run.engine.weights.layers[:2])
+    assert slab_key(first) == slab_key(other)
+    shard = first.shards[0]
+    layout = shard.layout
+    lies = (
+        replace(layout, group=64),
+        replace(layout, storage=Storage.Q8),
+        replace(layout, has_offset=True),
+        replace(layout, scale_bits=48 - layout.scale_bits),
+    )
+    for changed in (*(replace(shard, layout=lie) for lie in lies), replace(shard, n=64)):
+        assert slab_key(replace(first, shards=(changed,))) != slab_key(first)
+
+
+def test_layers_of_the_same_storage_share_a_slab(fused_gpu):
+    """Also where others are between them; in binding ranges, each within a binding."""
+    slabs = Slabs(fused_gpu, [{"down": storage} for storage in "abaab"], most=4)
+    places = [slabs.alloc(512, f"blk.{i}.down", i) for i in range(5)]
+    assert [place.offset for place in places] == [0, 0, 512, 1024, 0]
+    assert places[0].buffer is places[2].buffer is places[3].buffer and places[0].buffer.size == 3 * 512
+    assert len({id(place.buffer) for place in places}) == 3  # the last is of another binding range
+    norms = [slabs.alloc(256, f"blk.{i}.norm", i) for i in range(5)]
+    assert [norm.offset for norm in norms] == [0, 256, 512, 768, 0]
+
+
+def test_what_does_not_fit_a_slab_has_a_buffer_of_its_own(fused_gpu):
+    """Sizes that no binding could begin after, and more than a binding holds."""
+    slabs = Slabs(fused_gpu, [{}] * 3, most=3)
+    assert isinstance(slabs.alloc(512, "a", 1), BufferRange) and not isinstance(slabs.alloc(100, "b", 1), BufferRange)
+    assert not isinstance(slabs.alloc(512, "a"), BufferRange)
+    large = 1 << 20
+    slabs.gpu.caps, caps = replace(fused_gpu.caps, binding_bytes=3 * large - 256), fused_gpu.caps
+    try:
+        assert not isinstance(slabs.alloc(large, "c", 0), BufferRange)
+    finally:
+        slabs.gpu.caps = caps
+
+
+def test_a_packed_file_whose_matrices_are_not_what_it_says(fused_gpu, tmp_path, monkeypatch):
+    """The rows that are loaded must be those that were described: slabs are cut by the description."""
+    from llamagpu.convert.convert import convert, open_source, plan
+
+    path = tmp_path / "m.safetensors"
+    source = open_source(str(tiny_llama(tmp_path / "m.gguf", **SHAPE)))
+    convert(source, path, plan(source, None, packed=True))
+    opened = engine_load.open_source(path)
+    engine_load.load_source(opened, SETTINGS, fused_gpu)
+    lying = [
+        replace(matrix, rows=((replace(matrix.rows[0][0], group=64), matrix.rows[0][1]),))
+        if matrix.label == "blk.1.ffn_down"
+        else matrix
+        for matrix in opened.matrices
+    ]
+    with pytest.raises(BadFile, match=r"blk\.1\.ffn_down is not of the type that the file says"):
+        engine_load.load_source(replace(opened, matrices=lying), SETTINGS, fused_gpu)
+
+
+# Where it is not used
+
+
+def test_fused_by_default_where_it_was_measured(gpu, tmp_path):
+    """GPUs through Vulkan. A software adapter runs its workgroups one after another."""
+    wanted = gpu.info["adapter_type"] != "CPU" and gpu.info["backend_type"] == "Vulkan"
+    assert gpu.caps.grid_barrier == wanted
+    run = load_one(gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
+    norm = run.engine.weights.layers[0].attn_norm
+    assert run.model.fused == isinstance(norm, BufferRange) == (wanted and gpu.caps.subgroup >= 4)
+
+
+def test_fused_decode_can_be_turned_off(tmp_path):
+    plain_gpu = open_gpu(LLAMAGPU_FUSED="0")
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
+    run = load_one(plain_gpu, path)
+    assert not run.model.fused and not isinstance(run.engine.weights.layers[0].attn_norm, BufferRange)
+    check_against_reference(run, path)
+
+
+# Workgroups that do not run at the same time: more of them than the adapter can hold
+
+
+def too_many(gpu: Any) -> GridSize:
+    return GridSize(64 if gpu.caps.cpu else 1 << 14, 256)
+
+
+def test_a_grid_size_that_works_is_found(fused_gpu, tmp_path, monkeypatch):
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
+    want = load_one(fused_gpu, path).logits_after([1])
+    sizes = (too_many(fused_gpu), GridSize(1, 256))
+    monkeypatch.setattr(routes, "grid_sizes", lambda dim, caps: sizes)
+    run = load_one(fused_gpu, path)
+    assert fused_of(run).grid.workgroups == 1
+    got = run.logits_after([1])
+    assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()  # lanes share rows differently
+
+
+def test_a_driver_that_refuses_a_kernel_of_different_types(fused_gpu, tmp_path, monkeypatch):
+    """Layers of each type get a kernel of their own."""
+    real, refused = fused_gpu.pipeline, []
+
+    def pipeline(source: str, label: str) -> Any:
+        if "entry >> 16u == 1u" in source:
+            refused.append(source)
+            raise wgpu.GPUError("too large")
+        return real(source, label)
+
+    monkeypatch.setattr(fused_gpu, "pipeline", pipeline)
+    path = tiny_llama(tmp_path / "m.gguf", **MODELS["two types of down"])
+    run = load_one(fused_gpu, path)
+    assert fused_of(run).same_storage and fused_kernels(run) == 3
+    assert len(refused) == 1
+    check_against_reference(run, path)
+
+
+def test_a_driver_is_asked_once_for_each_kernel(fused_gpu, tmp_path, monkeypatch):
+    refused: list[str] = []
+
+    def pipeline(source: str, label: str) -> Any:
+        refused.append(source)
+        raise wgpu.GPUError("too large")
+
+    run = load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
+    monkeypatch.setattr(fused_gpu, "pipeline", pipeline)
+    assert not fused_of(run).probe(run.engine.recorder)
+    assert len(refused) == len(set(refused)) == len(routes.grid_sizes(SHAPE["dim"], fused_gpu.caps))
+
+
+def test_unfused_where_no_grid_size_works(fused_gpu, tmp_path, monkeypatch):
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
+    monkeypatch.setattr(routes, "grid_sizes", lambda dim, caps: (too_many(fused_gpu),))
+    run = load_one(fused_gpu, path)
+    assert not run.model.fused
+    check_against_reference(run, path)
+    assert len(list(run.greedy(5))) == 5
+
+
+def test_another_subgroup_size_than_probed_is_noticed(fused_gpu, tmp_path, monkeypatch):
+    """A driver may choose it by kernel: here the kernel is made for twice as many lanes as there are."""
+    monkeypatch.setattr(device, "fuse", lambda stages, count, size, *rest: fuse(stages, count, 2 * size, *rest))
+    assert not load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE)).model.fused
+
+
+def test_stores_that_do_not_arrive_are_noticed(fused_gpu, tmp_path, monkeypatch):
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
+    source = compose("barrier_litmus", (), {})
+    wrong = source.replace("+ 1u;\n}", "+ select(1u, 0u, i == 77u && layer() == 9u);\n}")
+    assert wrong != source
+    monkeypatch.setattr(
+        device.shaders,
+        "compose",
+        lambda kernel, *rest: wrong if kernel == "barrier_litmus" else compose(kernel, *rest),
+    )
+    assert not load_one(fused_gpu, path).model.fused
+
+
+@pytest.mark.parametrize(
+    "go_on",
+    [lambda run: list(run.greedy(30)), lambda run: list(run.sample_on_host()), lambda run: run.log_probs([1, 2, 3])],
+    ids=["device", "host", "scores"],
+)
+def test_a_barrier_that_timed_out_ends_the_text(fused_gpu, tmp_path, go_on: Callable[[OneSequence], Any]):
+    run = load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
+    barrier = run.model.barrier
+    assert barrier and fused_gpu.read(barrier, np.uint32, 3)[2] == SPIN_LIMIT
+    run.prefill([1, 2, 3])
+    fused_gpu.write(barrier, np.array([1], np.uint32), offset=4)
+    with pytest.raises(DeviceLost, match="same time") as caught:
+        go_on(run)
+    assert "LLAMAGPU_FUSED=0" in caught.value.remedy
+
+
+def test_a_kernel_with_too_many_bindings_is_not_fused(fused_gpu, tmp_path, monkeypatch):
+    """Three types in q, k and v, and biases: 34 buffers."""
+    limit = min(33, fused_gpu.caps.storage_buffers)
+    monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, storage_buffers=limit))
+    types = by_name(attn_q="Q4_0", attn_k="Q4_1", attn_v="Q8_0")
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(layers=1, biases=True, kind=types))
+    run = load_one(fused_gpu, path)
+    assert not run.model.fused
+    check_against_reference(run, path)
+
+
+@pytest.mark.parametrize(
+    "lacking", [dict(scalar=True), dict(shared_bytes=8192), dict(invocations=256), dict(subgroup=0)], ids=str
+)
+def test_what_fused_decode_needs(gpu, lacking):
+    """A GPU that could fuse Llama 1B, and one that lacks something."""
+    able = replace(
+        gpu.caps,
+        cpu=False,
+        grid_barrier=True,
+        scalar=False,
+        subgroup=32,
+        invocations=1024,
+        shared_bytes=32768,
+        storage_buffers=64,
+    )
+    attention = Attention(1, 32, 8, 64)
+    assert routes.can_fuse(2048, 8192, attention, True, able)
+    assert not routes.can_fuse(2048, 8192, attention, True, replace(able, **lacking))
+    assert not routes.can_fuse(2048, 8192, Attention(1, 32, 1, 64), True, able)  # 32 heads share one: a subgroup each
+
+
+def test_layers_share_no_cache_line(fused_gpu, tmp_path):
+    """A line that was read with one layer's values may stay in a workgroup's cache, and be read for the next one's: 256
+    bytes that nobody writes, and nobody reads, are between them and around all."""
+    run = load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE), kv_type=KvType.F16)
+    want, layers = run.logits_after([3]), SHAPE["layers"]
+    run.clear()
+    between, model = fused_of(run).between, run.model
+    assert isinstance(model, BufferModel)
+    poison = np.uint32(0x7FC0BEEF)  # not a number
+    for buffer in (between.q.buffer, model.x):
+        fused_gpu.write(buffer, np.full(buffer.size // 4, poison))
+    assert np.array_equal(run.logits_after([3]), want)
+    words = fused_gpu.read(between.q.buffer, np.uint32, between.q.buffer.size // 4)
+    rows = dict(q=2 * 64, mid=128, act=192, partial=2 * 128 * 64, stats=2 * 2 * 128)  # 128 splits, one of them used
+    end = 0
+    for name, width in rows.items():
+        place = getattr(between, name)
+        for layer in range(layers):
+            used = width // 128 if name in ("partial", "stats") else width
+            start = place.offset // 4 + layer * (used + 64)
+            assert (words[start : start + used] != poison).all(), (name, layer)
+            assert (words[end:start] == poison).all() and start - end >= 64, (name, layer)
+            end = start + used
+    assert (words[end:] == poison).all() and len(words) - end >= 64
+    x = fused_gpu.read(model.x, np.uint32, (layers + 1) * (128 + 64)).reshape(layers + 1, -1)
+    assert (x[:, :128] != poison).all() and (x[:, 128:] == poison).all()
+    first, last = run.engine.cache.layers[0], run.engine.cache.layers[-1]
+    for part in (first.keys, first.values, last.keys, last.values):
+        assert part.offset >= 256 and part.buffer.size - part.offset - part.size >= 256
+
+
+# How kernels are fused
+
+
+def test_what_one_stage_writes_no_stage_binds_read_only(fused_gpu, tmp_path):
+    """A driver may read what is declared read-only through a cache that stores do not reach."""
+    run = load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
+    (layers,) = (d for d in run.model.plan(1).dispatches if d.kernel == "fused_layers")
+    declared = {name: mode for mode, name, _ in BOUND.findall(layers.source)}
+    modes: dict[Any, set[str]] = {}
+    for name, binding in layers.bindings.items():
+        modes.setdefault(getattr(binding, "buffer", binding), set()).add(declared[name])
+    assert all(len(found) == 1 or found <= {"storage, read", "uniform"} for found in modes.values())
+    cache, model = run.engine.cache.layers[0], run.model
+    assert isinstance(model, BufferModel)
+    shared = (fused_of(run).between.q.buffer, model.x, cache.keys.buffer, cache.values.buffer)
+    assert all(modes[buffer] == {"storage, read_write"} for buffer in shared)
+
+
+def test_names_of_stages_do_not_collide(fused_gpu):
+    """The same kernel twice, with a constant of its own each: y = x * 2 + 1, by layer."""
+    source = (
+        "const STEP: u32 = 1u;\nconst WORKGROUP: u32 = 8u;\n"
+        "@group(0) @binding(0) var<storage, read> x: array<u32>;\n"
+        "@group(0) @binding(1) var<storage, read_write> y: array<u32>;\n"
+        "fn next(v: vec2<u32>) -> u32 { return v.x * STEP + v.y; }\n"
+        "@compute @workgroup_size(WORKGROUP)\n"
+        "fn main(@builtin(local_invocation_index) index: u32, @builtin(workgroup_id) workgroup: vec3<u32>) {\n"
+        "  let i = layer() * 64u + workgroup.x * 8u + index;\n  y[i] = next(vec2<u32>(x[i], STEP - 1u));\n}\n"
+    )
+    x = fused_gpu.upload(np.arange(128, dtype=np.uint32), "x")
+    mid, y = fused_gpu.zeros(512, "mid"), fused_gpu.zeros(512, "y")
+    stages = [
+        Stage(source.replace("= 1u", "= 2u"), {"x": x, "y": mid}, (8, 1, 1)),
+        Stage(source, {"x": mid, "y": y}, (8, 1, 1)),
+    ]
+    barrier = fused_gpu.upload(np.array([0, 0, SPIN_LIMIT, 0], np.uint32), "barrier")
+    layers = fused_gpu.upload(np.array([2, 0, 0, 0], np.uint32), "layers", wgpu.BufferUsage.UNIFORM)
+    text, bindings = fuse(stages, 1, fused_gpu.caps.subgroup, barrier, layers)
+    assert {"STEP_0", "STEP_1", "next_0", "next_1"} <= set(re.findall(r"\w+", text)) and len(bindings) == 5
+    Recorder(fused_gpu).submit([Step(Plan([fused_gpu.fused(stages, 1, barrier, layers)]))])
+    assert fused_gpu.read(y, np.uint32, 128).tolist() == [2 * i + 1 for i in range(128)]
+
+
+def test_struct_fields_have_names_of_their_own(fused_gpu):
+    """Their declarations would be renamed, and their uses would not."""
+    wrong = compose("barrier_litmus", (), {}) + "\nstruct Two { N: u32, other: u32 }\n"
+    with pytest.raises(AssertionError, match=r"the name of something else: {'N'}"):
+        fuse([Stage(wrong, {"y": fused_gpu.zeros(16, "y")}, (1, 1, 1))], 1, 8, None, fused_gpu.zeros(16, "layers"))
+
+
+# Indices read after a wait add opaque_zero(), so that the compiler cannot hoist the loads
+
+
+def functions(source: str) -> dict[str, tuple[list[str], str]]:
+    """Name: parameters and body; declarations begin at the start of a line."""
+    head, next_one = r"^fn (\w+)\(((?:[^()]|\([^()]*\))*)\)[^{\n]*\{", r"(?=^(?:fn|@|var|const|struct)|\Z)"
+    found = re.findall(f"{head}(.*?){next_one}", re.sub(r"//.*", "", source), re.M | re.S)
+    return {name: (re.findall(r"(\w+):", params), body) for name, params, body in found}
+
+
+def early_reads(source: str, name: str) -> list[str]:
+    """Reads of the binding `name` whose index could be known before the wait."""
+    known = functions(source)
+
+    def opaque(index: str, within: str, depth: int = 0) -> bool:
+        params, body = known[within]
+        words = set(re.findall(r"\w+", index))
+        if "opaque_zero" in words:
+            return True
+        lets = [expression for word in words for expression in re.findall(rf"\b(?:let|var) {word} = ([^;]+);", body)]
+        if depth < 9 and any(opaque(expression, within, depth + 1) for expression in lets):
+            return True
+        calls = []
+        if words & set(params):
+            calls = [
+                (other, call)
+                for other, (_, text) in known.items()
+                if other != within
+                for call in re.findall(rf"\b{within}\(((?:[^()]|\([^()]*\))*)\)", text)
+            ]
+        passed = within != "main" and bool(words & set(params)) and depth < 9  # what nobody calls reads nothing
+        return passed and all(opaque(call, other, depth + 1) for other, call in calls)
+
+    return [
+        f"{within}: {name}[{index}]"
+        for within, (_, body) in known.items()
+        for index in re.findall(rf"\b{name}\[([^\]]+)\](?! =[^=])", body)
+        if not opaque(index, within)
+    ]
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["in workgroup memory", "too wide"])
+@PRECISIONS
+def test_nothing_is_read_before_the_wait_is_over(fused_gpu, tmp_path, precision, wide):
+    """In every stage, of every buffer that a stage writes; and the test sees where opaque_zero() is missing."""
+    ffn = fused_gpu.caps.shared_bytes // 4 if wide else SHAPE["ffn"]
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(ffn=ffn))
+    stages = fused_of(load_one(fused_gpu, path, precision=precision)).stages([0, 1, 2])
+    written = {
+        id(getattr(stage.bindings[name], "buffer", stage.bindings[name]))
+        for stage in stages
+        for mode, name, _ in BOUND.findall(stage.source)
+        if "write" in mode
+    }
+    seen = 0
+    for stage in stages:
+        for mode, name, _ in BOUND.findall(stage.source):
+            buffer = getattr(stage.bindings[name], "buffer", stage.bindings[name])
+            if id(buffer) in written and "write" not in mode:
+                seen += 1
+                assert not early_reads(stage.source, name), name
+                assert early_reads(stage.source.replace("opaque_zero() + ", ""), name), name
+    # x | q, keys, values | partial, stats, x | mid | act (twice, where there is no norm to bind), mid
+    assert seen == (10 if wide and precision is Precision.HIGH else 11)
+
+
+@pytest.mark.parametrize("dim", [576, 2048])
+def test_grid_sizes_are_powers_of_two(gpu, dim):
+    """Arrivals are counted without end: 2^32 must be a multiple of the workgroups."""
+    for cpu in (False, True):
+        for grid in routes.grid_sizes(dim, replace(gpu.caps, cpu=cpu)):
+            assert grid.workgroups & (grid.workgroups - 1) == 0

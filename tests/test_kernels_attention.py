@@ -1,0 +1,303 @@
+"""Attention kernels against float64: every row of the route table, in a KV cache of several sequences."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from kernel_cases import (
+    GUARD,
+    SLOTS,
+    Steps,
+    attended,
+    check_blocks,
+    covers,
+    fill,
+    on_gpus,
+    only,
+    only_seen,
+    per_row,
+    per_segment,
+    run,
+    runs,
+    segment,
+)
+from reference import assert_close
+
+from llamagpu.engine import baselines, routes
+from llamagpu.engine.ops import AttentionBuffers, AttentionMode, Ops
+from llamagpu.engine.options import KvType
+from llamagpu.engine.routes import Attention, Table
+from llamagpu.engine.step_inputs import Segment
+from llamagpu.verify.reference import (
+    F32,
+    INT8_BLOCK,
+    Array,
+    Bound,
+    Floats,
+    dequantise_blocks,
+    fits,
+    random,
+    step_buffer,
+)
+
+
+@dataclass(frozen=True)
+class Heads:
+    head_dim: int
+    heads: int
+    kv_heads: int
+    kv_type: KvType
+    window: int = 0
+    m: int = 1  # most rows of the plan
+
+    first = True
+
+    @property
+    def name(self) -> str:
+        window = f"-window{self.window}" if self.window else ""
+        return f"{self.heads}of{self.head_dim}-kv{self.kv_heads}-{self.kv_type}{window}-m{self.m}"
+
+    @property
+    def main(self) -> bool:
+        return self.head_dim == 64
+
+    @property
+    def dtype(self):
+        return np.float32 if self.kv_type is KvType.F32 else np.float16
+
+    def shape(self, m: int, splits: int = 1) -> Attention:
+        return Attention(m, self.heads, self.kv_heads, self.head_dim, self.window, self.head_dim**-0.5, splits)
+
+    def fits(self, route, caps) -> bool:
+        return fits(route, self.shape(self.m), caps)
+
+
+KV_F16, KV_F32 = KvType.F16, KvType.F32
+HEADS = (
+    Heads(64, 4, 2, KV_F16),
+    Heads(64, 8, 1, KV_F16, window=16),
+    Heads(128, 2, 2, KV_F32),
+    Heads(256, 1, 1, KV_F16),
+    Heads(48, 4, 1, KV_F16),
+    Heads(48, 2, 1, KV_F32, window=100),
+    Heads(80, 8, 1, KV_F32),
+    Heads(260, 1, 1, KV_F32),
+    Heads(6, 8, 2, KV_F16),
+    Heads(6, 2, 2, KV_F32),
+    Heads(6, 2, 1, KV_F16, window=3),
+)
+ATTEND = runs(
+    (*routes.ATTEND, baselines.ATTEND_STRIDED),
+    [replace(case, m=m) for case in HEADS for m in (1, 33)] + [replace(case, m=8) for case in HEADS[:3]],
+    at_minimum=lambda case: case.head_dim == 48,
+)
+CAPACITY = 240
+MOST = 33
+STEPS = {  # most rows of the plan: steps, around the ends of a block of 64 positions
+    1: [[segment(1, position, 1)] for position in (0, 1, 63, 64, 65, 200)],
+    8: [
+        *([segment(1, position, rows)] for rows, position in ((2, 0), (8, 60), (5, 200))),
+        [segment(2, 0, 1), segment(0, 63, 2), segment(1, 200, 4)],
+    ],
+    33: [
+        *([segment(1, position, rows)] for rows, position in ((5, 0), (33, 0), (5, 1), (5, 63), (33, 65), (5, 200))),
+        [segment(2, 0, 5), segment(0, 100, 18), segment(1, 64, 9)],
+    ],
+}
+
+
+@on_gpus(ATTEND)
+def test_attend(any_gpu, route, case):
+    assert check_attend(any_gpu, case, only(any_gpu, route, case), STEPS[case.m]) == route.kernel
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Heads(64, 66, 1, KV_F32), Heads(64, 66, 1, KV_F32, m=33), Heads(256, 33, 1, KV_F32, m=33)],
+    ids=lambda case: case.name,
+)
+def test_attend_with_many_heads_per_kv_head(gpu, case):
+    """More heads share a KV head than some workgroups have rows or subgroups: the table has other routes for them."""
+    check_attend(gpu, case, routes.ATTEND, STEPS[case.m][-2:])
+
+
+def check_attend(gpu, case: Heads, table: Table[Attention], steps: Sequence[Sequence[Segment]]) -> str:
+    """Runs the case, which must be right and write nothing else; the kernel's name."""
+    rng, d, dtype = random(case.name), case.head_dim, case.dtype
+    q = rng.standard_normal((MOST, case.heads, d)).astype(np.float32)
+    shape = (SLOTS, case.kv_heads, CAPACITY, d)
+    # keys of unequal size, so that some positions dominate; numbers that the cache holds exactly
+    k = (rng.standard_normal(shape) * rng.uniform(0, 3, (SLOTS, 1, CAPACITY, 1))).astype(dtype)
+    v = rng.standard_normal(shape).astype(dtype)
+    y = gpu.zeros((MOST + 1) * case.heads * d * 4, "y")
+    buffers = AttentionBuffers(gpu.upload(q, "q"), gpu.zeros(k.nbytes, "k"), gpu.zeros(v.nbytes, "v"), y)
+    step = Steps(gpu, CAPACITY, SLOTS)
+    dispatch = Ops(gpu, step.buffer).attend(case.shape(case.m), buffers, AttentionMode(case.kv_type), table)
+    for segments in steps:
+        m = len(per_row(segments))
+        step.write(*segments)
+        gpu.write(buffers.keys, only_seen(k, segments))
+        gpu.write(buffers.values, only_seen(v, segments))
+        fill(gpu, y, MOST + 1, case.heads, d)
+        run(gpu, [with_grid(dispatch, segments)], m)
+        got = gpu.read(y, np.float32, (MOST + 1) * case.heads * d).reshape(MOST + 1, case.heads, d)
+        assert_close(got[:m], attended(q, k, v, segments, case.window), *F32, f"{segments}")
+        assert (got[m:] == GUARD).all(), f"{segments}: wrote behind the last row"
+    return dispatch.kernel
+
+
+def with_grid(dispatch, segments: Sequence[Segment]):
+    """attend_tile has segments in z; the others take any rows."""
+    return per_segment(dispatch, segments) if dispatch.kernel == "attend_tile" and len(segments) > 1 else dispatch
+
+
+def attend_data(case: Heads, rows: int) -> tuple[Array, Array, Array]:
+    rng = random(case.name)
+    k, v = rng.standard_normal((2, SLOTS, case.kv_heads, CAPACITY, case.head_dim))
+    q = rng.standard_normal((rows, case.heads, case.head_dim)).astype(np.float32)
+    return q, k.astype(case.dtype), v.astype(case.dtype)
+
+
+def check_attended(got: Array, want: Floats, int8_out: bool, bounds: Bound) -> None:
+    result = got[:-4].view(INT8_BLOCK).reshape(len(want), -1) if int8_out else got[:-4].reshape(want.shape)
+    if int8_out and bounds == F32:
+        check_blocks(result, want)
+    else:
+        assert_close(dequantise_blocks(result) if int8_out else result, want, *bounds)
+    assert (got[-4:] == GUARD).all()
+
+
+def result_words(case: Heads, rows: int, int8_out: bool) -> int:
+    return rows * case.heads * case.head_dim * (INT8_BLOCK.itemsize // 4 if int8_out else 32) // 32
+
+
+SPLIT = (Heads(64, 2, 1, KV_F32), Heads(128, 4, 2, KV_F16, window=150))
+SPLIT_STEPS = [
+    *([segment(1, position, 1)] for position in (0, 1, 14, 63, 200, 239)),
+    *([segment(2, position, rows)] for rows, position in ((3, 0), (3, 63), (2, 200))),
+    [segment(2, 14, 1), segment(0, 200, 1), segment(1, 0, 1)],
+]
+
+
+@covers("attend_merge")
+@pytest.mark.parametrize("int8_out", [False, True], ids=["f32", "int8"])
+@pytest.mark.parametrize("splits", [1, 2, 16])
+@pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)
+def test_attend_in_splits(gpu, case, splits, int8_out):
+    """The context of a row is cut into splits, which are merged again; the result as f32 or as int8 blocks."""
+    route = next(route for route in routes.ATTEND if route.kernel == "attend_split")
+    table, d = only(gpu, route, case), case.head_dim
+    q, k, v = attend_data(case, 3)
+    qs, ks, vs = gpu.upload(q, "q"), gpu.upload(k, "k"), gpu.upload(v, "v")
+    partial = gpu.zeros(3 * case.heads * splits * d * 4, "partial")
+    stats = gpu.zeros(3 * case.heads * splits * 8, "stats")
+    step, mode = Steps(gpu, CAPACITY, SLOTS), AttentionMode(case.kv_type, int8_out)
+    make = Ops(gpu, step.buffer)
+    for segments in SPLIT_STEPS:
+        m = len(per_row(segments))
+        size = result_words(case, m, int8_out)
+        step.write(*segments)
+        y = gpu.upload(np.full(size + 4, GUARD, np.float32), "y")
+        shape = case.shape(1 if m == 1 else 4, splits)
+        buffers = AttentionBuffers(qs, ks, vs, y if splits == 1 else partial, stats)
+        plan = [make.attend(shape, buffers, mode, table)]
+        if splits > 1:  # with 16 some have nothing to do
+            plan.append(make.attend_merge(shape, partial, stats, y, int8_out))
+        run(gpu, plan, m)
+        want = attended(q, k, v, segments, case.window).reshape(m, -1)
+        check_attended(gpu.read(y, np.float32, size + 4), want, int8_out, F32)
+
+
+def test_attend_in_splits_with_16_lanes_per_position(gpu):
+    """llvmpipe reads its vector width when it starts: a process of its own has twice as many lanes as usual."""
+    if "llvmpipe" not in gpu.name:
+        pytest.skip("the lanes of other adapters are fixed")
+    other, arguments = 77, ["-q", "-p", "no:cacheprovider", __file__, "-k", "test_attend_in_splits and 4of128"]
+    code = "import sys, pytest; from llamagpu.gpu.device import Gpu; lanes = Gpu.open().caps.subgroup; "
+    code += f"sys.exit(pytest.main({arguments!r}) if lanes == 16 else {other})"
+    env = os.environ | {"LP_NATIVE_VECTOR_WIDTH": "512"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    if done.returncode == other:
+        pytest.skip("the adapter does not have 16 lanes")
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+TILE = (Heads(64, 6, 2, KV_F16), Heads(64, 2, 1, KV_F32, window=40), Heads(32, 4, 1, KV_F16))
+INT8_ATTENTION = (2e-4, 2e-2)  # queries and keys in int8, values in f16; the same for int8 blocks of the results
+TILE_STEPS = [
+    [segment(0, 0, 33)],
+    [segment(1, 200, 5)],
+    [segment(2, 107, 33)],
+    [segment(1, 60, 20), segment(2, 0, 4), segment(0, 200, 9)],
+]
+
+
+@pytest.mark.parametrize("int8_out", [False, True], ids=["f32", "int8"])
+@pytest.mark.parametrize("int8", [False, True], ids=["f32_attention", "int8_attention"])
+@pytest.mark.parametrize("case", TILE, ids=lambda case: case.name)
+def test_attend_tile(gpu, case, int8, int8_out):
+    """Results as int8 blocks, and products in int8 and f16."""
+    route = next(route for route in routes.ATTEND if route.kernel == "attend_tile")
+    table = only(gpu, route, replace(case, m=MOST))
+    if int8 and not routes.int8_attention(case.head_dim, gpu.caps):
+        pytest.skip("the adapter has no f16 arithmetic")
+    q, k, v = attend_data(case, MOST)
+    qs, ks, vs = gpu.upload(q, "q"), gpu.upload(k, "k"), gpu.upload(v, "v")
+    step = Steps(gpu, CAPACITY, SLOTS)
+    make = Ops(gpu, step.buffer)
+    for segments, one_segment in [*((s, False) for s in TILE_STEPS), (TILE_STEPS[2], True)]:
+        m, mode = len(per_row(segments)), AttentionMode(case.kv_type, int8_out, int8, one_segment=one_segment)
+        size = result_words(case, m, int8_out)
+        step.write(*segments)
+        y = gpu.upload(np.full(size + 4, GUARD, np.float32), "y")
+        dispatch = make.attend(case.shape(MOST), AttentionBuffers(qs, ks, vs, y), mode, table)
+        run(gpu, [with_grid(dispatch, segments)], m)
+        want = attended(q, k, v, segments, case.window).reshape(m, -1)
+        check_attended(gpu.read(y, np.float32, size + 4), want, int8_out, INT8_ATTENTION if int8 else F32)
+
+
+LONGEST = [
+    *((r, d) for r in (*routes.ATTEND, baselines.ATTEND_STRIDED) for d in (64, 256) if r.kernel != "attend_any"),
+    *((routes.ATTEND[-1], d) for d in (6, 130, 260)),
+]
+
+
+@pytest.mark.parametrize("route, d", LONGEST, ids=lambda value: value if isinstance(value, int) else value.kernel)
+def test_attend_over_the_longest_context(any_gpu, route, d):
+    """As far as a CPU adapter may look back: llvmpipe ends loops after 65535 iterations, without an error.
+
+    All scores are equal, so that the result is the mean of the values.
+    """
+    gpu, m = any_gpu, MOST if route.kernel == "attend_tile" else 1
+    case = Heads(d, 1, 1, KV_F32, m=m)
+    table = only(gpu, route, case)
+    positions = routes.max_positions(d, replace(gpu.caps, cpu=True), textures=False)
+    values = np.arange(-(-positions // 4) * 4, dtype=np.float32) / positions
+    position, y = positions - m, gpu.zeros(m * d * 4, "y")
+    queries = gpu.zeros(m * d * 4, "q")
+    keys, repeated = gpu.zeros(values.nbytes * d, "k"), gpu.upload(np.repeat(values, d), "v")
+    make = Ops(gpu, step_buffer(gpu, m, position, len(values)))
+    buffers = AttentionBuffers(queries, keys, repeated, y)
+    run(gpu, [make.attend(case.shape(m), buffers, AttentionMode(KV_F32), table)], m)
+    want = np.array([[values[: position + t + 1].mean(dtype=np.float64)] * d for t in range(m)])
+    assert_close(gpu.read(y, np.float32, m * d).reshape(m, d), want, 1e-8, 1e-4, f"{positions} positions")
+
+
+def test_attend_any_with_folded_grid(gpu, monkeypatch):
+    case = Heads(8, 8, 2, KV_F32, m=MOST)  # 264 results: five workgroups of 64
+    rng, segments = random("folded"), [segment(0, 0, MOST)]
+    q = rng.standard_normal((MOST, 8, 8)).astype(np.float32)
+    k, v = rng.standard_normal((2, 1, 2, 36, 8)).astype(np.float32)
+    y = gpu.zeros(q.nbytes, "y")
+    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, workgroups=3))
+    buffers = AttentionBuffers(gpu.upload(q, "q"), gpu.upload(k, "k"), gpu.upload(v, "v"), y)
+    make, table = Ops(gpu, step_buffer(gpu, MOST, 0, 36)), only(gpu, routes.ATTEND[-1], case)
+    dispatch = make.attend(case.shape(MOST), buffers, AttentionMode(KV_F32), table)
+    assert dispatch.kernel == "attend_any" and dispatch.grid_for(MOST, 0) == (3, 2, 1)
+    run(gpu, [dispatch], MOST)
+    got = gpu.read(y, np.float32, q.size).reshape(q.shape)
+    assert_close(got, attended(q, k, v, segments, 0), *F32)

@@ -1,0 +1,349 @@
+"""Linear kernels against float64: every row of the route table, real shapes and ragged ones."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from kernel_cases import (
+    FULL_CAPS,
+    GUARD,
+    ROUNDED_F16,
+    SLOTS,
+    SLOW,
+    Steps,
+    check_blocks,
+    covers,
+    fill,
+    on_gpus,
+    one_per_kernel,
+    only,
+    per_row,
+    run,
+    runs,
+    segment,
+    upload,
+    upload_shards,
+)
+from reference import assert_close
+
+from llamagpu.engine import baselines, ops, routes
+from llamagpu.engine.ops import Ops, Output
+from llamagpu.engine.options import KvType
+from llamagpu.engine.routes import Epilogue, GridSize, Inputs, Linear, Prologue
+from llamagpu.engine.synthetic import synthetic_config
+from llamagpu.files.storage import Storage
+from llamagpu.verify import reference as verify_reference
+from llamagpu.verify.kernels import mode_bound
+from llamagpu.verify.reference import F32, INT8_BLOCK, Weight, fits, linear_inputs, matrix_of, random, swiglu
+
+Q4, Q6, Q8, F16 = Storage.Q4, Storage.Q6, Storage.Q8, Storage.F16
+WEIGHTS = (
+    Weight(Q4, 71, 576),  # Q4_0, the width of SmolLM2; odd n
+    Weight(Q8, 71, 576),  # Q8_0; odd n
+    Weight(F16, 71, 576),  # odd n
+    Weight(Q4, 10, 8192, has_offset=True, scale_bits=8),  # Q4_K, the down projection of Llama 1B
+    Weight(Q4, 10, 2048, has_offset=True, scale_bits=32),  # an AWQ file's offsets
+    Weight(Q4, 130, 64, has_offset=True),  # Q4_1; a third tile of 2 rows
+    Weight(Q4, 66, 256, 16, scale_bits=8),  # Q3_K
+    Weight(Q4, 67, 768, 16, has_offset=True, scale_bits=8),  # Q2_K; an odd number of super-blocks, and of rows
+    Weight(Q4, 64, 96, 16, has_offset=True, scale_bits=32),  # an odd number of blocks
+    Weight(Q4, 3, 128, 16, has_offset=True),  # groups of 16 with offsets in f16
+    Weight(Q4, 34, 256, 128),  # a group of four loads
+    Weight(Q4, 9, 40, 8),  # a group of one u32
+    Weight(Q4, 9, 36, 12, has_offset=True),  # k and group not % 8; words shared by rows
+    Weight(Q4, 7, 30, 5),  # an odd group: the nibbles of a byte have two scales
+    Weight(Q4, 1, 32),  # one row
+    Weight(Q8, 10, 2048, has_offset=True, scale_bits=8),  # Q5_K
+    Weight(Q8, 11, 512, scale_bits=8),  # IQ4_XS
+    Weight(Q8, 66, 64, has_offset=True),  # Q5_1
+    Weight(Q6, 71, 576, 16, scale_bits=32),  # Q6_K where f16 cannot be converted; odd n
+    Weight(Q6, 130, 256, 16, scale_bits=8),  # Q6_K
+    Weight(Q6, 7, 2048, 16, scale_bits=8),  # Q6_K, many super-blocks
+    Weight(Q6, 1, 64, 16, scale_bits=32),  # the smallest
+    Weight(Q8, 130, 96, 16, scale_bits=32),  # two scales per block
+    Weight(Q8, 9, 32, 8),  # a group of 8
+    Weight(Q8, 5, 96, 3, has_offset=True),  # an odd group
+    Weight(Q8, 1, 32, 16, scale_bits=32),  # one row, one block
+    Weight(F16, 65, 40),  # k % 8 but not % 32
+    Weight(F16, 12, 129),  # odd k: padded rows
+    Weight(F16, 3, 6),  # less than one load
+    Weight(F16, 1, 1),  # one weight
+    Weight(Q4, 8193, 192),  # tiles enough for a large GPU; blocks left over when k is split
+    Weight(Q8, 3073, 192, 16),  # fewer
+)
+TOKENS = (1, 2, 3, 7, 8, 9, 32, 33, 65, 70)
+WIDTHS = {  # k that these inputs are tried with
+    (Inputs.F32, Prologue.NONE): range(1, 8193),
+    (Inputs.INT8, Prologue.NONE): (128, 192, 256, 576, 2048),
+    (Inputs.INT8, Prologue.NORM): (576,),
+    (Inputs.INT8, Prologue.MERGE): (576,),
+}
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    weight: Weight
+    inputs: Inputs = Inputs.F32
+    prologue: Prologue = Prologue.NONE
+    epilogue: Epilogue = Epilogue.STORE
+
+    @property
+    def name(self) -> str:
+        x = [self.inputs] * (self.inputs is not Inputs.F32) + [self.prologue] * (self.prologue is not Prologue.NONE)
+        return "-".join([*self.weight.name.split(), *x])
+
+    @property
+    def first(self) -> bool:
+        return self.weight == WEIGHTS[0] or self.epilogue is not Epilogue.STORE or self.weight.n > 2000
+
+    @property
+    def main(self) -> bool:
+        plain = (self.inputs, self.prologue) == (Inputs.F32, Prologue.NONE)
+        return self.epilogue is not Epilogue.STORE or (self.weight.k == 576 and (plain or self.first))
+
+    @property
+    def bound(self) -> verify_reference.Bound:
+        return mode_bound((self.inputs, self.prologue))
+
+    def shape(self, m: int) -> Linear:
+        return self.weight.shape(m, self.inputs, self.prologue, self.epilogue)
+
+    def tokens(self, route, caps) -> list[int]:
+        """The numbers of token rows that the route takes."""
+        return [m for m in TOKENS if fits(route, self.shape(m), caps)]
+
+    def fits(self, route, caps) -> bool:
+        """Workgroup epilogues run only on routes that no plain epilogue fits: the others have cases enough."""
+        plain = self.epilogue is not Epilogue.STORE and replace(self, epilogue=Epilogue.STORE).fits(route, caps)
+        return bool(self.tokens(route, caps)) and not plain
+
+
+LINEAR = runs(
+    (*routes.LINEAR, baselines.GEMM_ROWS),
+    [LinearCase(weight, *mode) for weight in WEIGHTS for mode, widths in WIDTHS.items() if weight.k in widths],
+    at_minimum=lambda case: case.weight.k == 576,
+)
+
+
+@on_gpus(LINEAR)
+def test_linear(any_gpu, route, case):
+    gpu, table, tokens = any_gpu, only(any_gpu, route, case), case.tokens(route, any_gpu.caps)
+    shard, w = upload(gpu, case.weight)
+    matrix, n, most = matrix_of(shard), case.weight.n, max(tokens)
+    given = linear_inputs(gpu, most, case.weight.k, case.inputs, case.prologue)
+    want = given.values @ w.T
+    y, step = gpu.zeros((most + 1) * n * 4, "y"), Steps(gpu)
+    make, output = Ops(gpu, step.buffer), ops.store(y, matrix)
+    tried = {1, 3, 9, 33} if n > 2000 else {m for m in tokens if m < 64 or n * case.weight.k < 20_000}  # for time
+    for m in tried.intersection(tokens) or {min(tokens)}:
+        step.write_rows(m)
+        fill(gpu, y, most + 1, n)
+        plan = make.linear(given.x, matrix, 1 if m == 1 else most, output, given.inputs, given.prologue, table)
+        assert [dispatch.kernel for dispatch in plan] == [route.kernel]
+        run(gpu, plan, m)
+        got = gpu.read(y, np.float32, (most + 1) * n).reshape(-1, n)
+        assert_close(got[:m], want[:m], *case.bound, f"{m} rows")
+        assert (got[m:] == GUARD).all(), f"{m} rows: wrote behind the last"
+
+
+STAGES = (
+    Weight(Q4, 71, 576),
+    Weight(Q4, 70, 2048, has_offset=True),
+    Weight(Q6, 71, 768, 16, scale_bits=8),
+    Weight(Q4, 30, 5376, has_offset=True, scale_bits=8),
+    Weight(Q8, 71, 192),
+    Weight(F16, 70, 576),
+)
+
+
+@covers("linear_gemv_fused")
+@pytest.mark.parametrize("inputs", [Inputs.INT8, Inputs.F32])
+@pytest.mark.parametrize("prologue", [Prologue.NORM, Prologue.MERGE])
+@pytest.mark.parametrize("weight", STAGES, ids=lambda weight: weight.name)
+def test_linear_gemv_fused(gpu, weight, prologue, inputs):
+    """A stage of fused decode as a kernel of its own: a grid-stride loop over 1, 3 and as many workgroups as rows
+    need."""
+    if not gpu.caps.subgroup:
+        pytest.skip("the adapter lacks subgroups")
+    shard, w = upload(gpu, weight)
+    matrix, y = matrix_of(shard), gpu.zeros(weight.n * 4, "y")
+    given = linear_inputs(gpu, 1, weight.k, inputs, prologue)
+    make = Ops(gpu, verify_reference.step_buffer(gpu, 1))
+    for count in (1, 3, 64):
+        table = (routes.fused_linear(shard.shape(1, inputs, prologue), GridSize(count, 128), gpu.caps),)
+        (found,) = make.linear(given.x, matrix, 1, ops.store(y, matrix), inputs, given.prologue, table)
+        fill(gpu, y, weight.n)
+        run(gpu, [replace(found, grid=(min(count, found.grid_for(1, 0)[0]), 1, 1))])
+        bound = mode_bound((inputs, prologue))
+        assert_close(gpu.read(y, np.float32, weight.n), (given.values @ w.T)[0], *bound, f"{count} workgroups")
+
+
+# Epilogues, in a matrix of two shards of different storage, cut inside a head, with a bias
+
+SHARDS = (Weight(Q4, 14, 64), Weight(Q8, 58, 64, has_offset=True, scale_bits=32))
+MIXED = LinearCase(SHARDS[0])
+PLAIN = one_per_kernel([route for route in routes.LINEAR if MIXED.fits(route, FULL_CAPS)])
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.ADD, Epilogue.SWIGLU])
+@pytest.mark.parametrize("route", [r for r in PLAIN if r.kernel not in SLOW], ids=lambda r: r.kernel)
+def test_epilogue_add_and_swiglu(gpu, route, epilogue):
+    matrix, w, bias = upload_shards(gpu, *SHARDS)
+    table, tokens = only(gpu, route, MIXED), MIXED.tokens(route, gpu.caps)
+    most = max(tokens)
+    given = linear_inputs(gpu, most, 64)
+    sums = given.values @ w.T + bias
+    before = random("y").standard_normal((most + 1, 36 if epilogue is Epilogue.SWIGLU else 72)).astype(np.float32)
+    y, step = gpu.zeros(before.nbytes, "y"), Steps(gpu)
+    make = Ops(gpu, step.buffer)
+    if epilogue is Epilogue.ADD:
+        output, want = ops.add(y, matrix), before[:-1] + sums
+    else:
+        output, want = ops.swiglu(y, matrix), swiglu(sums)
+    for m in {min(tokens), most, min(9, most)}:
+        step.write_rows(m)
+        gpu.write(y, before)
+        run(gpu, make.linear(given.x, matrix, 1 if m == 1 else most, output, table=table), m)
+        got = gpu.read(y, np.float32, before.size).reshape(before.shape)
+        assert_close(got[:m], want[:m], *F32, f"{m} rows")
+        assert (got[m:] == before[m:]).all(), f"{m} rows: wrote behind the last"
+
+
+@pytest.mark.parametrize("kv_type", KvType, ids=lambda kv_type: f"kv_{kv_type}")
+@pytest.mark.parametrize("route", PLAIN, ids=lambda route: route.kernel)
+def test_epilogue_qkv(gpu, route, kv_type):
+    """q is rotated and stored. k, rotated, and v go to the slot and position of their row, and nowhere else."""
+    c, capacity = replace(synthetic_config("tiny"), heads=8, kv_heads=2, head_dim=6, rope_dims=4), 80
+    matrix, w, bias = upload_shards(gpu, *SHARDS)
+    table, tokens = only(gpu, route, MIXED), MIXED.tokens(route, gpu.caps)
+    most = max(tokens)
+    given = linear_inputs(gpu, most, 64)
+    angle = random("qkv").uniform(0, 6, (capacity, 2))
+    rope = np.stack([np.cos(angle), np.sin(angle)], axis=2).astype(np.float32)
+    dtype = np.float32 if kv_type is KvType.F32 else np.float16
+    cache_shape = (SLOTS, 2, capacity, 6)
+    q = gpu.zeros((most + 1) * 48 * 4, "q")
+    k, v = (gpu.zeros(np.empty(cache_shape, dtype).nbytes, name) for name in "kv")
+    step = Steps(gpu, capacity, SLOTS)
+    make, buffers = Ops(gpu, step.buffer), ops.QkvBuffers(q, k, v, gpu.upload(rope, "rope"))
+    steps = [[segment(1, 0, min(tokens))], [segment(2, capacity - most, most)]]
+    if most > 1:  # of three sequences
+        steps.append([segment(2, 3, 1), segment(0, 79, 1), segment(1, 17, min(9, most) - 2)])
+    for segments, one_segment in [*((s, False) for s in steps), (steps[1], True)]:
+        m, rows_at = len(per_row(segments)), per_row(segments)
+        output = ops.qkv(c, matrix, buffers, kv_type, one_segment)
+        step.write(*segments)
+        fill(gpu, q, most + 1, 48)
+        fill(gpu, k, *cache_shape, dtype=dtype)
+        fill(gpu, v, *cache_shape, dtype=dtype)
+        run(gpu, make.linear(given.x, matrix, 1 if m == 1 else most, output, table=table), m)
+        rows = (given.values[:m] @ w.T + bias).reshape(m, 12, 6)
+        cos, sin = np.moveaxis(rope[[position for _, position in rows_at], None].astype(np.float64), 3, 0)
+        a, b = rows[:, :10, 0:4:2].copy(), rows[:, :10, 1:4:2].copy()
+        rows[:, :10, 0:4:2], rows[:, :10, 1:4:2] = a * cos - b * sin, a * sin + b * cos
+        got = gpu.read(q, np.float32, (most + 1) * 48).reshape(-1, 8, 6)
+        assert_close(got[:m], rows[:, :8], *F32, f"q, {segments}")
+        assert (got[m:] == GUARD).all(), f"q, {segments}: wrote behind the last"
+        for name, buffer, heads in (("k", k, rows[:, 8:10]), ("v", v, rows[:, 10:])):
+            cache = gpu.read(buffer, dtype, np.prod(cache_shape)).reshape(cache_shape).copy()
+            here = np.array([cache[slot, :, position] for slot, position in rows_at])
+            assert_close(here, heads, *(F32 if kv_type is KvType.F32 else ROUNDED_F16), f"{name}, {segments}")
+            for slot, position in rows_at:
+                cache[slot, :, position] = GUARD
+            assert (cache == GUARD).all(), f"{name}, {segments}: wrote outside its positions"
+
+
+@pytest.mark.parametrize("route", [r for r in PLAIN if r.grid is not routes.tile_grid], ids=lambda r: r.kernel)
+def test_linear_with_folded_grid(gpu, monkeypatch, route):
+    """More workgroups than one dimension of a grid holds: here 3 instead of 65,535."""
+    case = LinearCase(Weight(Q4, 1030, 32))
+    table, most = only(gpu, route, case), min(2, max(case.tokens(route, gpu.caps)))
+    shard, w = upload(gpu, case.weight)
+    matrix, given = matrix_of(shard), linear_inputs(gpu, most, 32)
+    y, make = gpu.zeros(most * 1030 * 4, "y"), Ops(gpu, verify_reference.step_buffer(gpu, most))
+    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, workgroups=3))
+    run(gpu, make.linear(given.x, matrix, most, ops.store(y, matrix), table=table), most)
+    got = gpu.read(y, np.float32, most * 1030).reshape(most, 1030)
+    assert_close(got, given.values @ w.T, *F32)
+
+
+# Workgroup epilogues. Of two shards, the second one starts where the first one ends.
+
+LOGITS = runs(
+    routes.LINEAR,
+    [LinearCase(Weight(Q4, 192, 64), inputs, epilogue=Epilogue.LOGITS) for inputs in (Inputs.F32, Inputs.INT8)],
+    at_minimum=lambda case: case.inputs is Inputs.F32,
+)
+
+
+@on_gpus(LOGITS)
+def test_logits_and_candidates(any_gpu, route, case):
+    gpu, table = any_gpu, only(any_gpu, route, case)
+    matrix, w, _ = upload_shards(gpu, case.weight, Weight(F16, 71, 64))
+    matrix = replace(matrix, bias=None)
+    given = linear_inputs(gpu, 1, 64, case.inputs)
+    y, candidates = gpu.zeros(264 * 4, "y"), gpu.zeros(264 * 8, "candidates")
+    fill(gpu, y, 264)
+    output, make = Output(Epilogue.LOGITS, {"y": y, "candidates": candidates}), Ops(gpu, Steps(gpu).buffer)
+    run(gpu, make.linear(given.x, matrix, 1, output, given.inputs, table=table))
+    got = gpu.read(y, np.float32, 264)
+    assert_close(got[:263], (given.values @ w.T)[0], *F32)
+    assert got[263] == GUARD
+    rows = routes.rows_per_workgroup(make.constants(route))
+    starts = [*range(0, 192, rows), *range(192, 263, rows)]
+    ends = [min(start + rows, 192 if start < 192 else 263) for start in starts]
+    largest = [start + int(got[start:end].argmax()) for start, end in zip(starts, ends, strict=True)]
+    found = gpu.read(candidates, np.uint32, 2 * 264).reshape(-1, 2)
+    assert found[: len(starts), 1].tolist() == largest
+    assert (found[: len(starts), 0].copy().view(np.float32) == got[largest]).all()
+    assert (found[len(starts) :] == 0).all()
+
+
+HIDDEN = Weight(Q4, 128, 576)
+SWIGLU = runs(
+    routes.LINEAR,
+    [LinearCase(HIDDEN, inputs, epilogue=Epilogue.SWIGLU_INT8) for inputs in (Inputs.F32, Inputs.INT8)],
+    at_minimum=lambda case: case.inputs is Inputs.INT8,
+)
+
+
+@on_gpus(SWIGLU)
+def test_swiglu_to_int8_blocks(any_gpu, route, case):
+    gpu, table, tokens = any_gpu, only(any_gpu, route, case), case.tokens(route, any_gpu.caps)
+    matrix, w, bias = upload_shards(gpu, HIDDEN, Weight(Q8, 64, 576, 16, scale_bits=32))
+    most, step = max(tokens), Steps(gpu)
+    given = linear_inputs(gpu, most, HIDDEN.k, case.inputs)
+    want = swiglu(given.values @ w.T + bias)
+    count = (most + 1) * 3
+    y, make = gpu.zeros(count * INT8_BLOCK.itemsize, "y"), Ops(gpu, step.buffer)
+    for m in {min(tokens), most, min(9, most)}:
+        step.write_rows(m)
+        fill(gpu, y, count, 12)
+        run(gpu, make.linear(given.x, matrix, most, ops.swiglu_int8(y, matrix), given.inputs, table=table), m)
+        got = gpu.read(y, INT8_BLOCK, count).reshape(-1, 3)
+        check_blocks(got[:m], want[:m])
+        assert (got[m:].view(np.float32) == GUARD).all()
+
+
+TILES = list({str(r.consts): r for r in routes.LINEAR if r.kernel == "linear_gemm_int8"}.values())
+
+
+@pytest.mark.parametrize("route", TILES, ids=lambda r: " ".join(f"{k.lower()} {v}" for k, v in r.consts.items()))
+def test_tiles_stay_in_workgroup_memory(gpu, monkeypatch, route):
+    """With bounds checks, which unchecked shaders go without, a read outside would give another number."""
+    if gpu.caps.shared_bytes < 32768:
+        pytest.skip("the adapter has too little workgroup memory")
+    monkeypatch.setattr(gpu, "unchecked", False)
+    monkeypatch.setattr(gpu, "pipelines", {})
+    to_blocks = "TOKENS" in route.consts
+    table, m = verify_reference.only(route), min(33, route.consts["TILE_M"])
+    shard, w = upload(gpu, HIDDEN)
+    matrix, given = matrix_of(shard), linear_inputs(gpu, m, HIDDEN.k, Inputs.INT8)
+    y, want = gpu.zeros(m * HIDDEN.n * 4, "y"), given.values @ w.T
+    output = ops.swiglu_int8(y, matrix) if to_blocks else ops.store(y, matrix)
+    make = Ops(gpu, verify_reference.step_buffer(gpu, m))
+    run(gpu, make.linear(given.x, matrix, m, output, Inputs.INT8, table=table), m)
+    if to_blocks:
+        check_blocks(gpu.read(y, INT8_BLOCK, m * 2).reshape(m, 2), swiglu(want))
+    else:
+        assert_close(gpu.read(y, np.float32, want.size).reshape(want.shape), want, *F32)

@@ -1,0 +1,130 @@
+"""Norms and other row-wise kernels against float64: rms_norm, quantise_int8, silu_mul."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from kernel_cases import GUARD, Steps, check_blocks, covers, fill, on_gpus, only, run, runs, segment
+from reference import assert_close
+
+from llamagpu.engine import baselines, routes
+from llamagpu.engine.ops import Ops
+from llamagpu.engine.routes import RowWise
+from llamagpu.verify.reference import F32, INT8_BLOCK, fits, random, rms_norm, silu
+
+
+@dataclass(frozen=True)
+class Width:
+    width: int
+
+    first = main = True
+
+    @property
+    def name(self) -> str:
+        return str(self.width)
+
+    def fits(self, route, caps) -> bool:
+        return fits(route, RowWise(self.width), caps)
+
+
+NORM = runs(
+    routes.NORM + routes.NORM_INT8,
+    [Width(width) for width in (1, 3, 64, 576, 577, 4096)],
+    at_minimum=lambda case: case.width in (577, 4096),
+)
+ROWS = 5
+NORM_STEPS = [  # segments, last row of each segment only
+    ([segment(0, 0, 1)], False),
+    ([segment(0, 0, 5)], False),
+    ([segment(0, 0, 5)], True),
+    ([segment(0, 0, 3)], True),
+    ([segment(0, 0, 1)], True),
+    ([segment(2, 7, 2), segment(0, 30, 1), segment(1, 0, 2)], True),
+]
+
+
+@on_gpus(NORM)
+def test_rms_norm(any_gpu, route, case):
+    gpu, width, table, eps = any_gpu, case.width, only(any_gpu, route, case), 1e-5
+    rng = random("norm")
+    # large, ordinary, small beside eps, and zero rows
+    x = (rng.standard_normal((ROWS, width)) * [[300.0], [1.0], [3e-3], [0.0], [1.0]]).astype(np.float32)
+    weight = rng.standard_normal(width).astype(np.float32)
+    want = rms_norm(x, weight, eps)
+    int8 = route in routes.NORM_INT8
+    dtype, size = (INT8_BLOCK, width // 32) if int8 else (np.dtype(np.float32), width)
+    words = (ROWS + 1) * size * dtype.itemsize // 4
+    xs, ws, y = gpu.upload(x, "x"), gpu.upload(weight, "w"), gpu.zeros(4 * words, "y")
+    step = Steps(gpu)
+    make = Ops(gpu, step.buffer)
+    for segments, last_rows in NORM_STEPS:
+        step.write(*segments)
+        m = sum(len(part.tokens) for part in segments)
+        fill(gpu, y, words)
+        dispatch = make.rms_norm(xs, ws, y, width, eps, 1 if m == 1 else ROWS, last_rows, table)
+        assert dispatch.kernel == route.kernel
+        if len(segments) > 1:  # ops give the grid of one
+            dispatch = replace(dispatch, grid=(len(segments), 1, 1))
+        run(gpu, [dispatch], m)
+        got = gpu.read(y, dtype, (ROWS + 1) * size).reshape(ROWS + 1, size)
+        ends = np.cumsum([len(part.tokens) for part in segments])
+        rows = want[ends - 1] if last_rows else want[:m]
+        for i, row in enumerate(rows):  # one by one: beside 300 an error in 3e-3 would not show
+            if int8:
+                check_blocks(got[i : i + 1], row[None])
+            else:
+                assert_close(got[i], row, *F32, f"row {i} of {segments}, last_rows={last_rows}")
+        assert (got[len(rows) :].view(np.float32) == GUARD).all()
+
+
+@covers("rms_norm_plain", "mul")
+def test_norm_in_two_dispatches(gpu):
+    x, weight = random("norm").standard_normal((3, 580)).astype(np.float32), random("w").standard_normal(580)
+    weight, normed = weight.astype(np.float32), gpu.zeros(x.nbytes, "normed")
+    xs, ws, y, step = gpu.upload(x, "x"), gpu.upload(weight, "w"), gpu.zeros(4 * 580 * 4, "y"), Steps(gpu)
+    fill(gpu, y, 4, 580)
+    run(gpu, baselines.norm_then_mul(Ops(gpu, step.buffer), xs, ws, normed, y, 580, 1e-5), 3)
+    got = gpu.read(y, np.float32, 4 * 580).reshape(4, 580)
+    assert_close(got[:3], rms_norm(x, weight, 1e-5), *F32)
+    assert (got[3] == GUARD).all()
+
+
+FOLDS = ((1, 65535), (3, 65535), (40, 3))  # rows, workgroups in one dimension of a grid: the last one folds its grid
+
+
+@covers("quantise_int8")
+@pytest.mark.parametrize("width", [32, 576])
+def test_quantise_int8(any_gpu, monkeypatch, width):
+    gpu, rng, most = any_gpu, random("blocks"), 40
+    x = (rng.standard_normal((most, width)) * rng.choice([1e-6, 1.0, 1e4], (most, 1))).astype(np.float32)
+    x[2, :32] = 0  # no largest value to divide by
+    count = (most + 1) * width // 32
+    y, step = gpu.zeros(count * INT8_BLOCK.itemsize, "y"), Steps(gpu)
+    make, xs = Ops(gpu, step.buffer), gpu.upload(x, "x")
+    for m, workgroups in FOLDS:
+        monkeypatch.setattr(gpu, "caps", replace(gpu.caps, workgroups=workgroups))
+        step.write_rows(m)
+        fill(gpu, y, count, 12)
+        run(gpu, [make.quantise(xs, y, width, 1 if m == 1 else most)], m)
+        got = gpu.read(y, INT8_BLOCK, count).reshape(most + 1, -1)
+        for row, wanted in zip(got[:m], x[:m].astype(np.float64), strict=True):
+            check_blocks(row[None], wanted[None])
+        assert (got[m:].view(np.float32) == GUARD).all()
+
+
+@covers(*(route.kernel for route in routes.SILU_MUL))
+def test_silu_mul(any_gpu, monkeypatch):
+    gpu, width, most = any_gpu, 129, 41
+    gate, up = random("silu").standard_normal((2, most, width)).astype(np.float32) * 3
+    gate[0, :6] = [-1000.0, 1000.0, -100.0, 100.0, 0.0, -0.0]  # exp overflows; silu does not
+    want = silu(gate) * up
+    y, ups, step = gpu.zeros(gate.nbytes, "y"), gpu.upload(up, "up"), Steps(gpu)
+    make = Ops(gpu, step.buffer)
+    for m, workgroups in FOLDS:
+        monkeypatch.setattr(gpu, "caps", replace(gpu.caps, workgroups=workgroups))
+        step.write_rows(m)
+        gpu.write(y, gate)
+        run(gpu, [make.silu_mul(y, ups, width, 1 if m == 1 else most)], m)
+        got = gpu.read(y, np.float32, gate.size).reshape(most, width)
+        assert_close(got[:m], want[:m], *F32, f"{m} rows")
+        assert (got[m:] == gate[m:]).all()
