@@ -17,7 +17,7 @@ GLOBAL_NAME = re.compile(r"^(?:const|fn|struct|alias|var<private>|var<workgroup>
 BOUND = re.compile(r"^@group\(0\) @binding\(\d+\) var<([^>]+)> (\w+): ([^;]+);.*$", re.M)
 SHARED_ARRAY = re.compile(r"^var<workgroup> (\w+): array<(.+), ([^,]+)>;.*$", re.M)
 ENTRY_POINT = re.compile(r"^@compute @workgroup_size\(WORKGROUP\)\nfn main\((.*?)\) \{", re.M | re.S)
-STRUCT = re.compile(r"^struct \w+ \{(.*)\}", re.M)
+STRUCT = re.compile(r"^struct (\w+) \{(.*)\}", re.M)
 BUILTINS = {"workgroup_id": "workgroup", "num_workgroups": "grid", "local_invocation_index": "index"}
 
 
@@ -40,9 +40,9 @@ def fuse(
 ) -> tuple[str, dict[str, Bindable]]:
     """The source of a kernel that runs the stages for each layer, and its bindings by name.
 
-    The names of a stage get its number. Bindings and workgroup memory are declared once, and what any stage writes is
-    writable for all. `layers` is the layer table: the number of layers, then for each layer and column the variant
-    (upper 16 bits) and the slab index of its weights (lower 16 bits).
+    The names of a stage get its number. Bindings, structs and workgroup memory are declared once, and what any stage
+    writes is writable for all. `layers` is the layer table: the number of layers, then for each layer and column the
+    variant (upper 16 bits) and the slab index of its weights (lower 16 bits).
     """
     bound = [(mode, stage.bindings[name]) for stage in stages for mode, name, _ in BOUND.findall(stage.source)]
     written = {identity(binding) for mode, binding in bound if "write" in mode}
@@ -50,10 +50,17 @@ def fuse(
     known: dict[tuple[Any, str], str] = {}  # name of a binding, by its identity and the type it is bound as
     shared: dict[tuple[str, str], list[str]] = {}  # sizes of an array in workgroup memory, by its name and type
     consts: dict[str, Const] = {"WORKGROUPS": workgroups, "SUBGROUP": subgroup, "LAYER_ROWS": layers.size // 16}
+    structs: dict[str, str] = {}  # name of a struct, by its fields: stages that share a binding share its type
     texts = [compose("grid_barrier", (), consts)]
     for number, stage in enumerate(stages):
         text = stage.source.replace(read("unfused"), "")
         renamed = {name: f"{name}_{number}" for name in GLOBAL_NAME.findall(text)}
+        fields: set[str] = set()
+        for name, body in STRUCT.findall(text):
+            fields |= set(re.findall(r"(\w+):", body))
+            renamed[name] = structs.setdefault(rename(body, renamed), renamed[name])
+            if renamed[name] != f"{name}_{number}":
+                text = re.sub(rf"^struct {name} .*$", "", text, flags=re.M)
         for mode, name, wgsl_type in BOUND.findall(text):
             this = identity(stage.bindings[name])
             renamed[name] = known.setdefault((this, wgsl_type), f"{name}_{number}")
@@ -74,10 +81,8 @@ def fuse(
         text = text.replace(entry[0], "fn main(" + re.sub(r"@builtin\(\w+\) ", "", entry[1]) + ") {")
         text += stage_function(f"main({arguments});", stage, workgroups, strides_itself="wait(" in text)
         renamed["stage"] = f"stage_{number}"
-        fields = {name for body in STRUCT.findall(text) for name in re.findall(r"(\w+):", body)}
         assert not fields & set(renamed), f"struct fields that have the name of something else: {fields & set(renamed)}"
-        names = re.compile(rf"(?<![\w.])({'|'.join(renamed)})\b")
-        texts.append(names.sub(lambda found, renamed=renamed: renamed[found[1]], text))  # type: ignore[misc]
+        texts.append(rename(text, renamed))
     for (name, wgsl_type), sizes in shared.items():
         texts.append(f"var<workgroup> {shared_name(name, wgsl_type)}: array<{wgsl_type}, {largest(sizes)}>;")
     size = re.search(r"const WORKGROUP: u32 = (\w+);", stages[0].source)
@@ -89,6 +94,11 @@ def fuse(
         f"  for (layer_index = 0u; layer_index < layers[0].x; layer_index++) {{\n{layer_body(stages)}  }}\n}}\n"
     )
     return "\n".join(texts), bindings
+
+
+def rename(text: str, names: Mapping[str, str]) -> str:
+    """Replace names, but not the fields of a struct that follow a dot."""
+    return re.sub(rf"(?<![\w.])({'|'.join(names)})\b", lambda found: names[found[1]], text)
 
 
 def layer_body(stages: Sequence[Stage]) -> str:
