@@ -1,17 +1,19 @@
-"""Chat templates: prompts as public engines make them, what templates rely on, and templates that attack."""
+"""Chat templates: the prompts of jinja2 itself, what templates rely on, and templates that attack."""
 
 import datetime
-import gc
+import html
 import json
 import random
-import sys
 import threading
 import time
 import tracemalloc
 from typing import Any
 
 import pytest
-from conftest import shared_data
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from package_data import templates
 
 from llamagpu.errors import LlamaGpuError
 from llamagpu.files import chat_template
@@ -23,8 +25,27 @@ MESSAGES = [
 ]
 
 
-def cases() -> list[dict[str, Any]]:
-    return list(json.loads(shared_data("templates/chat_template_cases.json").read_text("utf-8"))["cases"])
+TURNS = [
+    {"role": "user", "content": "Hi <there> & \u4f60\u597d"},
+    {"role": "assistant", "content": " Yes. \n"},
+    {"role": "user", "content": "And?\n"},
+]
+CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "weather", "arguments": {"city": "K\u00f6ln"}}}
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "What is the weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "weather", "tool_call_id": "abcdefghi", "content": '{"celsius": 3}'},
+]
+CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "Its name"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "In a <city>.", "parameters": CITY}}
+# conversation -> messages, tools
+CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
+    "system": ([MESSAGES[0], *TURNS], None),
+    "no system": (TURNS, None),
+    "tools": (CALLS, [TOOL]),
+}
+# jinja2's `safe` gives Markup, and text that is added to it is escaped: &#34; for quotes in a prompt. Ours gives str.
+ESCAPED = {("meetkai-functionary-medium-v3.1", "tools")}
 
 
 def run(template: str, **names: Any) -> str:
@@ -38,18 +59,49 @@ def refusal(template: str) -> str:
     return caught.value.cause
 
 
-def test_public_cases() -> None:
-    file = json.loads(shared_data("templates/chat_template_cases.json").read_text("utf-8"))
-    assert len(file["cases"]) == 15
-    for case in file["cases"]:
-        prompt = render(
-            case["template_str"],
-            file["conversation"],
-            bos_token=case.get("bos_token", ""),
-            eos_token=case.get("eos_token", ""),
-            add_generation_prompt=file["add_generation_prompt"],
-        )
-        assert prompt == (case["expected_output_jinja"] or case["expected_output"]), case["name"]
+def hugging_face_environment() -> ImmutableSandboxedEnvironment:
+    """Configured as Hugging Face transformers does it."""
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    extensions: list[Any] = [loopcontrols, chat_template._Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": fixed_date}
+    return environment
+
+
+def fixed_date(format: str) -> str:
+    return datetime.datetime(2026, 2, 3, 4, 5, 6).strftime(format)
+
+
+def test_public_templates_give_the_prompts_of_jinja2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where jinja2 fails (the template needs tools, or allows no system message), the error is the same."""
+    monkeypatch.setattr(chat_template, "_strftime_now", fixed_date)
+    environment, equal, refused = hugging_face_environment(), 0, 0
+    for name, source in templates().items():
+        compiled = environment.from_string(source)
+        for conversation, (messages, tools) in CONVERSATIONS.items():
+            names: dict[str, Any] = {"tools": tools, "documents": None, "bos_token": "<s>", "eos_token": "</s>"}
+            names |= {"messages": messages, "add_generation_prompt": True}
+            where = f"{name}, {conversation}"
+            try:
+                expected = compiled.render(names)
+            except Exception as error:  # a template may fail in any way Python can
+                with pytest.raises(LlamaGpuError) as caught:
+                    render(source, **names)
+                assert str(error) in caught.value.cause, where
+                refused += 1
+                continue
+            if (name, conversation) in ESCAPED:
+                expected = html.unescape(expected)
+            assert render(source, **names) == expected, where
+            equal += 1
+    assert equal > 180 and refused < 20
 
 
 # what templates rely on
@@ -107,10 +159,10 @@ def test_further_names() -> None:
 
 
 def test_a_long_conversation() -> None:
-    llama3 = next(case["template_str"] for case in cases() if case["name"] == "Llama-3")
+    llama3 = templates()["meta-llama-Llama-3.2-3B-Instruct"]
     messages = [{"role": "user", "content": "word " * 100}] * 1000  # about 125,000 tokens
     prompt = render(llama3, messages, bos_token="<s>", eos_token="")
-    assert prompt.count("<|eot_id|>") == 1000 and len(prompt) > 500_000
+    assert prompt.count("<|eot_id|>") == 1001 and len(prompt) > 500_000  # it adds a system message
 
 
 def test_messages_are_not_changed() -> None:
@@ -179,9 +231,6 @@ ENDLESS = [
     "{% set ns = namespace(l=[]) %}{% for i in range(99999) %}{% set ns.l = ns.l + [i] %}{% endfor %}",
     "{% set ns = namespace() %}{% set ns.a = [ns, ns] %}{{ ns.a }}"
     "{% for i in range(99999) %}{% for j in range(999) %}{{ ns.a == ns.a }}{% endfor %}{% endfor %}",
-    "{{ 1" + " + 1" * 20000 + " }}",
-    "{{ [" + "a," * 60000 + "] }}",
-    "{% if a %}b{% endif %}" * 11000,
 ]  # fmt: skip
 RECURSIVE = [
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -262,36 +311,14 @@ def test_endless_templates_end(template: str, monkeypatch: pytest.MonkeyPatch) -
     assert time.process_time() - start < 2  # the deadline and one step
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_garbage_does_not_stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects whose `__del__` is still busy when the time is up: what is raised there is lost."""
-
-    class Slow:
-        def __init__(self) -> None:
-            self.me = self
-
-        def __del__(self) -> None:
-            while time.perf_counter() < over:
-                time.sleep(0.01)
-            str_of(self)
-
-    def str_of(value: object) -> str:
-        return repr(value)
-
-    def text(environment: chat_template._Environment, *rest: Any) -> str:
-        Slow()
-        return real(environment, *rest)
-
-    real, before = chat_template._Environment.text, gc.get_threshold()
-    monkeypatch.setattr(chat_template._Environment, "text", text)
-    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
-    over = time.perf_counter() + 0.3
-    gc.set_threshold(1)
-    try:
-        assert "0.2 seconds" in refusal("{% for i in range(3000) %}{% for j in range(3000) %}{% endfor %}{% endfor %}")
-        assert gc.isenabled()
-    finally:
-        gc.set_threshold(*before)
+@pytest.mark.parametrize("unit", ["{% if a %}b{% endif %}", "{{ a[0] }}", "{% for a in b %}{% endfor %}"])
+def test_long_templates_are_refused(unit: str) -> None:
+    """jinja2's compiler has no deadline: the length bounds its time. Longest measured: 3 s."""
+    first, last = "{% set a = [1] %}", "{{ 1 / 0 }}"
+    most, start = (chat_template.SOURCE_CHARS - len(first + last)) // len(unit), time.process_time()
+    assert "division" in refusal(first + unit * most + last)
+    assert time.process_time() - start < 10
+    assert "characters long" in refusal(first + unit * (most + 1) + last)
 
 
 def test_the_real_deadline() -> None:
@@ -330,27 +357,11 @@ def test_limits_hold_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(causes) == 2 and all("0.4 seconds" in cause for cause in causes)
 
 
-def test_an_outer_trace_function_comes_back() -> None:
-    seen = []
-
-    def outer(frame: Any, event: str, arg: Any) -> None:
-        seen.append(event)
-
-    before = sys.gettrace()
-    sys.settrace(outer)
-    try:
-        run("{{ 1 }}")
-        assert sys.gettrace() is outer
-        refusal("{{ 1 / 0 }}")
-        assert sys.gettrace() is outer
-    finally:
-        sys.settrace(before)
-
-
 def test_mutated_templates_never_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "SECONDS", 0.5)
     rng = random.Random(3)
-    sources = [case["template_str"] for case in cases()]
+    sources = [source for source in templates().values() if len(source) < 2500]  # quick to compile
+    assert len(sources) > 5
     bits = [
         "{{",
         "}}",

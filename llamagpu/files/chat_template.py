@@ -1,17 +1,18 @@
-"""Renders a model's own chat template. Templates come with the file and are not trusted: they run in jinja2's
-sandbox with a deadline, and nothing that could take much time or memory in one step is let through."""
+"""Renders a model's own chat template.
+
+Templates come with the file and nothing in them is trusted. They run in jinja2's sandbox with a deadline, which every
+operation checks, and an operation that could take much time or memory at once is refused.
+"""
 
 import datetime
-import gc
 import html
 import json
 import re
-import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
-from types import BuiltinMethodType, CodeType, FrameType, MethodType
+from types import BuiltinMethodType, CodeType, MethodType
 from typing import Any
 
 from jinja2 import TemplateError, Undefined, nodes, pass_context
@@ -21,21 +22,22 @@ from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
+from jinja2.tests import TESTS
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from llamagpu.errors import LlamaGpuError
 
 SECONDS = 2.0  # templates in use take 10 to 130 ms
-SOURCE_CHARS = 1 << 18  # the longest in use have about 30,000
-LARGEST = 1 << 22  # units of one value, one for a character: 128k tokens take about 0.5 million
-NODE = 16  # units of an element of a list
-TOTAL = 1 << 26  # units of all values made on the way: what memory is bound to
-NEEDLE = 64  # str.strip and the searches from the right take time n * m: the longest m
+SOURCE_CHARS = 1 << 16  # the longest in use have about 30,000 and compile in 0.1 s, the slowest of this length in 3 s
+LARGEST = 1 << 22  # size of one value, in characters; 128k tokens take about 0.5 million
+NODE = 16  # characters that an element of a list counts as
+TOTAL = 1 << 26  # size of all values that one rendering creates: bounds its memory
+NEEDLE = 64  # characters of the longest argument of SLOW_METHODS
 INT_BITS = 256
-REMEDY = "Use --raw to send the prompt without the template."
+REMEDY_RAW = "Use --raw to send the prompt without the template."
 
-# Filters that add nothing to what they are given, as jinja2 has them.
+# jinja2's filters that are used unchanged: their results are no larger than their inputs.
 PLAIN_FILTERS = (
     "abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items",
     "last", "length", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr",
@@ -56,15 +58,16 @@ METHODS: dict[type, set[str]] = {
 CONTAINERS: tuple[type[Collection[Any]], ...] = (
     list, tuple, set, frozenset, dict, type(METHODS.keys()), type(METHODS.values()), type(METHODS.items()),
 )  # fmt: skip
+# n characters searched for m characters take time n * m
 SLOW_METHODS = {"strip", "lstrip", "rstrip", "rfind", "rindex", "rpartition", "rsplit"}
 
 
 class TooLargeError(TemplateError):
-    """The template asked for more than a prompt can need."""
+    """A value of the template is larger than a prompt can need."""
 
 
-class _Late(BaseException):
-    """The deadline has passed. Not an Exception: jinja2 catches those while it compiles."""
+class DeadlinePassedError(TemplateError):
+    """The template takes more than SECONDS."""
 
 
 def render(
@@ -76,17 +79,17 @@ def render(
     add_generation_prompt: bool = True,
     **kwargs: Any,
 ) -> str:
-    """The prompt for these messages. `kwargs` are further names for the template, such as tools."""
+    """The prompt for these messages. `kwargs` are further variables of the template, such as tools."""
     names = {"tools": None, "documents": None} | kwargs
     names |= {"messages": messages, "bos_token": bos_token, "eos_token": eos_token}
     names["add_generation_prompt"] = add_generation_prompt
     if len(template) > SOURCE_CHARS:
-        raise LlamaGpuError(f"the chat template is {len(template):,} characters long", REMEDY)
+        raise LlamaGpuError(f"the chat template is {len(template):,} characters long", REMEDY_RAW)
     try:
-        return _before_deadline(lambda: _Environment().text(template, names))
+        return _Environment().text(template, names)
     except LlamaGpuError:
         raise
-    except _Late:
+    except DeadlinePassedError:
         cause = f"the chat template takes more than {SECONDS:g} seconds: it may never end"
     except RecursionError:
         cause = "the chat template calls itself without end or is nested too deeply"
@@ -94,37 +97,14 @@ def render(
         cause = "the chat template takes too much memory"
     except Exception as error:  # a template may fail in any way Python can
         cause = f"the chat template failed: {str(error)[:300] or type(error).__name__}"
-    raise LlamaGpuError("".join(c if c.isprintable() else " " for c in cause), REMEDY)
-
-
-def _before_deadline(work: Callable[[], str]) -> str:
-    """Looks at the clock at each bytecode of the template and each call of a Python function, in this thread.
-    So only single steps can overrun, and `_Environment` keeps each of them small. Meanwhile no garbage is collected:
-    what is raised inside an object's `__del__` is lost, and the clock with it."""
-    deadline = time.monotonic() + SECONDS
-
-    def look(frame: FrameType, event: str, arg: Any) -> Any:
-        if time.monotonic() > deadline:
-            raise _Late
-        if frame.f_code.co_filename != "<template>":
-            return None
-        frame.f_trace_lines, frame.f_trace_opcodes = False, True
-        return look
-
-    before, collects = sys.gettrace(), gc.isenabled()
-    gc.disable()
-    sys.settrace(look)
-    try:
-        return work()
-    finally:
-        sys.settrace(before)
-        if collects:
-            gc.enable()
+    raise LlamaGpuError("".join(c if c.isprintable() else " " for c in cause), REMEDY_RAW)
 
 
 def weight(value: Any, limit: int = LARGEST) -> int:
-    """The size of a value written out in full: a list that is in another one twice counts twice. So this
-    bounds the time and length of every comparison, copy and print of it."""
+    """The size of a value that is written out in full: a list that another one contains twice counts twice.
+
+    It bounds the time and the length of every comparison, copy and print of the value.
+    """
     total, stack = 0, [value]
     while stack:
         item = stack.pop()
@@ -147,7 +127,7 @@ class _Namespace(Namespace):
 
 
 class _Generation(Extension):
-    """Hugging Face's {% generation %} marks what the assistant says; a prompt does not need the mark."""
+    """Hugging Face's {% generation %} marks the text of the assistant for training; a prompt needs only the text."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -157,7 +137,7 @@ class _Generation(Extension):
 
 
 class _Checked(NodeTransformer):
-    """Sends what the sandbox does not see through a filter of ours: `~`, slices, lists, tuples and dicts."""
+    """Passes what the sandbox does not intercept to our filters: new values, loops, comparisons and lookups."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -165,32 +145,46 @@ class _Checked(NodeTransformer):
 
     def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return node if getattr(node, "ctx", "load") != "load" else _filtered(node, "_made")
+        return node if getattr(node, "ctx", "load") != "load" else _filtered(node, "_charge")
 
     visit_Tuple = visit_Dict = visit_List  # noqa: N815
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return _filtered(node, "_made") if isinstance(node.arg, nodes.Slice) else node
+        return _filtered(node, "_charge" if isinstance(node.arg, nodes.Slice) else "_tick")
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered(node, "_tick")
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, "_ticking")
+        return node
 
 
-def _filtered(node: nodes.Expr, name: str) -> nodes.Node:
+def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """For one rendering. Every value the template makes passes `made`."""
+    """The environment of one rendering.
+
+    Every value that the template creates passes `charge`. Between two checks of the clock runs one operation, whose
+    inputs are not larger than LARGEST.
+    """
 
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
 
     def __init__(self) -> None:
         self.left = TOTAL
+        self.deadline = time.monotonic() + SECONDS
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,
             extensions=["jinja2.ext.loopcontrols", _Generation],
-            finalize=pass_context(lambda context, value: self.made(str(value))),
+            finalize=pass_context(lambda context, value: self.charge(str(value))),
         )
         self.globals = {
             "range": safe_range,  # at most 100,000 long
@@ -200,8 +194,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             "strftime_now": _strftime_now,
         }
         self.functions = list(self.globals.values())
-        self.filters = {name: self._checked(FILTERS[name]) for name in PLAIN_FILTERS} | {
-            "_made": self.made,
+        self.filters = {name: self._checked(FILTERS[name], self.charge) for name in PLAIN_FILTERS} | {
+            "_charge": self.charge,
+            "_tick": self.tick,
+            "_ticking": self._ticking,
             "_concat": lambda parts: self.concat(str(part) for part in parts),
             "e": self._escape,
             "escape": self._escape,
@@ -215,13 +211,24 @@ class _Environment(ImmutableSandboxedEnvironment):
             "tojson": self._tojson,
             "trim": lambda text, *args: self._method(str(text).strip, args, {}),
         }
+        self.tests = {name: self._checked(test, self.tick) for name, test in TESTS.items()}
 
     def text(self, source: str, names: dict[str, Any]) -> str:
         template = self.template_class.from_code(self, _compiled(source), self.make_globals(None))
         return self.concat(template.generate(names))
 
-    def made(self, value: Any) -> Any:
-        """Takes note of a new value."""
+    def tick(self, value: Any) -> Any:
+        """Check the clock and return the value."""
+        if time.monotonic() > self.deadline:
+            raise DeadlinePassedError
+        return value
+
+    def _ticking(self, values: Iterable[Any]) -> Iterator[Any]:
+        return map(self.tick, values)
+
+    def charge(self, value: Any) -> Any:
+        """Subtract the size of a new value from the budget of the rendering, and return the value."""
+        self.tick(value)
         size = NODE
         if isinstance(value, str):
             size = len(value)
@@ -241,13 +248,13 @@ class _Environment(ImmutableSandboxedEnvironment):
             raise TooLargeError("it makes too many values")
 
     def concat(self, parts: Iterable[str]) -> str:
-        """What jinja2 joins output with: of the whole, of a macro, of a {% set %} block."""
+        """Concatenate output. jinja2 calls it for the whole template, for a macro and for a {% set %} block."""
         kept, size = [], 0
         for part in parts:
             kept.append(part)
             size += len(part)
             self._afford(size)
-        return str(self.made("".join(kept)))
+        return str(self.charge("".join(kept)))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
@@ -258,21 +265,21 @@ class _Environment(ImmutableSandboxedEnvironment):
                     self._afford(len(many) * times)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             self._afford(0 if left.bit_length() * right <= INT_BITS else LARGEST + 1)
-        return self.made(super().call_binop(context, operator, left, right))
+        return self.charge(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> None:
-        return None  # `_method` does it, when the arguments are known
+        return None  # `_method` formats, because it has the arguments
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         own = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
-        weight((args, own))  # a macro gets them as its `varargs` and `kwargs`
+        self.tick(weight((args, own)))  # a macro gets them as its `varargs` and `kwargs`
         if isinstance(obj, BuiltinMethodType):
             return self._method(obj, args, own)
         of_loop = isinstance(obj, MethodType) and isinstance(obj.__self__, LoopContext)
         known = isinstance(obj, (Macro, LoopContext, BlockReference, Undefined))
         if not (known or of_loop or any(obj is function for function in self.functions)):
             raise SecurityError(f"it calls a {type(obj).__name__}, which is not allowed")
-        return self.made(super().call(context, obj, *args, **kwargs))
+        return self.charge(super().call(context, obj, *args, **kwargs))
 
     def _method(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner, name = method.__self__, method.__name__
@@ -289,7 +296,7 @@ class _Environment(ImmutableSandboxedEnvironment):
                 args = (parts,)
             if name == "replace" and len(args) > 1:
                 self._afford(len(owner) + owner.count(args[0]) * len(args[1]))
-        return self.made(method(*args, **kwargs))
+        return self.charge(method(*args, **kwargs))
 
     def _format(self, text: str, args: tuple[Any, ...], kwargs: dict[str, Any], braces: Any = None) -> Any:
         """text % args, or text.format(*args) with the sandbox's own function for that."""
@@ -298,39 +305,39 @@ class _Environment(ImmutableSandboxedEnvironment):
         # each field is at most 999 wide, or as long as all arguments; \U0001f600 is 10 characters for one
         fields = text.count("{" if braces else "%")
         self._afford((len(text) + fields * (999 + 10 * weight((args, kwargs)))) / 10)
-        return self.made(braces(*args, **kwargs) if braces else text % (kwargs or args))
+        return self.charge(braces(*args, **kwargs) if braces else text % (kwargs or args))
 
-    def _checked(self, filter: Callable[..., Any]) -> Callable[..., Any]:
+    def _checked(self, function: Callable[..., Any], check: Callable[[Any], Any]) -> Callable[..., Any]:
         def checked(*args: Any, **kwargs: Any) -> Any:
-            return self.made(filter(*args, **kwargs))
+            return check(function(*args, **kwargs))
 
-        # how jinja2 knows the filters that want the context or the environment as their first argument
-        checked.__dict__.update(getattr(filter, "__dict__", {}))
+        # the attributes that tell jinja2 to pass the context or the environment as first argument
+        checked.__dict__.update(getattr(function, "__dict__", {}))
         return checked
 
     def _list(self, value: Iterable[Any]) -> list[Any]:
         most = LARGEST // NODE
         kept = list(islice(value, most + 1))
         self._afford(NODE * len(kept))
-        return list(self.made(kept))
+        return list(self.charge(kept))
 
     def _join_filter(self, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> Any:
         items = self._list(value)
         if attribute is not None:
             items = list(map(make_attrgetter(self, attribute), items))
-        return self._method(str(d).join, ([self.made(str(item)) for item in items],), {})
+        return self._method(str(d).join, ([self.charge(str(item)) for item in items],), {})
 
     def _indent(self, text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> Any:
         wide = len(width) if isinstance(width, str) else width
         self._afford(len(text) + wide * (len(text.splitlines()) + 1))
-        return self.made(FILTERS["indent"](text, width, first, blank))
+        return self.charge(FILTERS["indent"](text, width, first, blank))
 
     def _escape(self, text: Any) -> Any:
-        return self.made(html.escape(str(text)))
+        return self.charge(html.escape(str(text)))
 
     def _title(self, text: Any) -> Any:
         self._afford(NODE * len(str(text)))  # jinja2 makes a list of the words
-        return self.made(FILTERS["title"](text))
+        return self.charge(FILTERS["title"](text))
 
     def _tojson(
         self,
@@ -340,14 +347,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """As Hugging Face has it: jinja2's own escapes <, > and & for HTML."""
+        """The filter of Hugging Face. jinja2's own escapes <, > and & for HTML."""
         if weight((indent, separators)) > 16 * NODE or (isinstance(indent, int) and indent > 16):
             raise TooLargeError("it writes JSON with wide gaps")
         encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         return self.concat(encoder.iterencode(value))
 
 
-@lru_cache(4)  # compiling under the clock takes 10 to 130 ms, running the result 1 to 10
+@lru_cache(4)  # compiling takes ten times as long as rendering
 def _compiled(source: str) -> CodeType:
     environment = _Environment()
     return environment.compile(_Checked().visit(environment.parse(source)))
@@ -361,5 +368,5 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form[:200])
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format[:200])
