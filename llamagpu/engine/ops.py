@@ -23,7 +23,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a linear's results go: the epilogue with its bindings and constants."""
+    """The epilogue of a linear, with its bindings and constants."""
 
     epilogue: Epilogue
     bindings: Mapping[str, Bindable]
@@ -32,7 +32,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class PrologueSpec:
-    """What a linear's kernel computes on its inputs first, with bindings, constants and further kernel parts."""
+    """The prologue of a linear, with its bindings, constants and further kernel parts."""
 
     prologue: Prologue
     bindings: Mapping[str, Bindable] = field(default_factory=dict)
@@ -125,6 +125,7 @@ class Ops:
 
     def __init__(self, gpu: Gpu, step: Buffer) -> None:
         self.gpu, self.step = gpu, step
+        self.grids: dict[object, GridFunction] = {}  # layers share them
 
     # From routes to kernels
 
@@ -160,7 +161,7 @@ class Ops:
                 one_subgroup = caps.subgroup == routes.vector_lanes(caps)
                 names.append("broadcast_subgroup" if one_subgroup else "broadcast_plain")
             elif role is Role.SCORE:
-                names.insert(0, "score_int8" if int8_scores else "score_f32")  # it may enable f16, so it comes first
+                names.insert(0, "score_int8" if int8_scores else "score_f32")  # `enable f16;` must come first
             elif role in (Role.KV4, Role.KV8):
                 names.append(f"{role}_{kv_type}")
         return tuple(dict.fromkeys(names))
@@ -189,21 +190,21 @@ class Ops:
 
     def tuning(self, route: Route[S]) -> Consts:
         """The constants that a route sets: sizes of the workgroup and how it reduces."""
-        chosen: Consts = dict(route.consts)
+        tuned: Consts = dict(route.consts)
         own = self.constants(route)
         if Role.REDUCE in route.parts:
-            chosen |= {"WORKGROUP": own["WORKGROUP"], "LANES": own.get("LANES", own["WORKGROUP"])}
+            tuned |= {"WORKGROUP": own["WORKGROUP"], "LANES": own.get("LANES", own["WORKGROUP"])}
             if self.subgroups_fit(route):
-                chosen["SUBGROUP"] = self.gpu.caps.subgroup
+                tuned["SUBGROUP"] = self.gpu.caps.subgroup
         if route.one_vector:
-            chosen["WORKGROUP"] = own["WORKGROUP"]
-        return chosen
+            tuned["WORKGROUP"] = own["WORKGROUP"]
+        return tuned
 
     def grid(self, route: Route[S], shape: S, m: int, consts: Mapping[str, int] | None = None) -> Grid | GridFunction:
-        """Fixed for a plan of one row, else a function of the rows of the step."""
+        """The grid: fixed for a plan of one row, else a function of the rows of the step."""
         own = self.constants(route) | dict(consts or {})
         grid = partial(route.grid, shape, own, self.gpu.caps)
-        return grid(1, 0) if m == 1 else grid
+        return grid(1, 0) if m == 1 else self.grids.setdefault((route.grid, shape, *own.items()), grid)
 
     def workgroups(self, route: Route[Linear], shape: Linear) -> int:
         return prod(route.grid(shape, self.constants(route), self.gpu.caps, 1, 0))
@@ -243,7 +244,7 @@ class Ops:
                 consts["FIRST_CANDIDATE"] = candidates
                 candidates += self.workgroups(route, shape)
             bindings = shard.bindings | dict(output.bindings) | {"x": x}
-            # bias and norm are bound where they are not read, too
+            # bias and norm are bound even where they are not read
             bindings |= {"bias": matrix.bias or self.step, "norm": x} | dict(prologue.bindings)
             parts = self.parts(route, shard.layout.storage, inputs, prologue.prologue, output.epilogue)
             grid = self.grid(route, shape, m)
@@ -255,7 +256,7 @@ class Ops:
     def output_head(
         self, x: AnyBuffer, matrix: Matrix, logits: Buffer, candidates: Buffer, inputs: Inputs
     ) -> list[Dispatch]:
-        """Logits of one row, and the candidates of greedy sampling: by the linear itself where its kernel can."""
+        """Logits of one row, and the candidates of sampling. The linear writes these itself where its kernel can."""
         if self.head_finds_candidates(matrix, inputs):
             output = Output(Epilogue.LOGITS, {"y": logits, "candidates": candidates})
             return self.linear(x, matrix, 1, output, inputs)
@@ -278,7 +279,7 @@ class Ops:
         return sum(self.workgroups(routes.select(table, shape, caps), shape) for shape in shapes)
 
     def candidate_rows(self, matrix: Matrix, inputs: Inputs) -> int:
-        """Of how many logits each candidate is the largest."""
+        """Logits per candidate of `output_head`."""
         if not self.head_finds_candidates(matrix, inputs):
             return self.argmax_rows
         shape = matrix.shards[0].shape(1, inputs, epilogue=Epilogue.LOGITS)
@@ -287,7 +288,7 @@ class Ops:
 
     @property
     def argmax_rows(self) -> int:
-        """Of how many logits a candidate of `argmax` is the largest."""
+        """Logits per candidate of `argmax`."""
         return constants("argmax")["CANDIDATE_ROWS"]
 
     # Row-wise operations
@@ -343,29 +344,28 @@ class Ops:
     ) -> Dispatch:
         """Attention of shape.m token rows. attend_split may leave shape.splits partial results for attend_merge.
 
-        `consts` and `parts` are what a fused kernel sets besides.
+        `consts` and `parts` are additions of a fused kernel.
         """
         caps = self.gpu.caps
         route = routes.select(table, shape, caps)
-        chosen = head_consts(shape) | {"WINDOW": shape.window, "SCALE": shape.scale} | self.tuning(route)
-        bindings: dict[str, Bindable] = {
-            "x": buffers.q, "k_cache": buffers.keys, "v_cache": buffers.values, "y": buffers.out
-        }  # fmt: skip
+        settings = head_consts(shape) | {"WINDOW": shape.window, "SCALE": shape.scale} | self.tuning(route)
+        bindings: dict[str, Bindable] = {"x": buffers.q, "y": buffers.out}
+        bindings |= {"k_cache": buffers.keys, "v_cache": buffers.values}
         int8 = mode.int8_attention and routes.int8_attention(shape.head_dim, caps)
         owners: dict[str, int] = {}
         if route.kernel == "attend_tile":
             owners = {"OWNERS": routes.tile_owners(shape.head_dim, int8)}
-            chosen |= owners | {"KV_TILE": routes.kv_tile(int8), "INT8": mode.int8_out}
-            chosen["ONE_SEGMENT"] = mode.one_segment
+            settings |= owners | {"KV_TILE": routes.kv_tile(int8), "INT8": mode.int8_out}
+            settings["ONE_SEGMENT"] = mode.one_segment
         if route.kernel == "attend_split":
             subgroups = routes.subgroups_per_head(shape.heads_per_kv, shape.head_dim, mode.bucket, caps)
-            chosen |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": subgroups, "INT8": mode.int8_out}
-            chosen |= routes.position_lanes(shape.head_dim, caps)
+            settings |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": subgroups, "INT8": mode.int8_out}
+            settings |= routes.position_lanes(shape.head_dim, caps)
             size = shape.m * shape.heads * shape.splits * 8
             bindings["stats"] = buffers.stats or self.gpu.zeros(size, "stats")
         files = self.parts(route, kv_type=mode.kv_type, int8_scores=int8)
         grid = self.grid(route, shape, shape.m, owners)
-        return self._dispatch(route, (*files, *parts), chosen | (consts or {}), bindings, grid, shape)
+        return self._dispatch(route, (*files, *parts), settings | (consts or {}), bindings, grid, shape)
 
     def attend_merge(
         self, shape: Attention, partial_sums: AnyBuffer, stats: AnyBuffer, y: AnyBuffer, int8_out: bool
@@ -429,7 +429,7 @@ class Ops:
         table: Matrix | None,
         segments: int = 1,
     ) -> Dispatch:
-        """`greedy` or `sample`: one workgroup chooses the next token of each segment and writes the next step's row.
+        """`greedy` or `sample`: one workgroup samples the next token of each segment and writes the next step's row.
 
         The token's embedding goes to x where `table`, the embedding, is in one shard that the kernel can read.
         """

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from wgpu.backends.wgpu_native import ffi, lib
 
 from llamagpu.errors import DeviceLost
 from llamagpu.gpu.buffers import Buffer
+from llamagpu.gpu.caps import Grid
 from llamagpu.gpu.device import Dispatch, Gpu, first_line
 
 REMEDY_RETRY = "try again; if it happens again, update the GPU's driver"
@@ -29,14 +31,20 @@ class Plan:
 
     def __init__(self, dispatches: Sequence[Dispatch]) -> None:
         self.dispatches = tuple(dispatches)  # keeps every object alive
-        fixed = not any(callable(dispatch.grid) for dispatch in dispatches)
-        self.fixed_launches = self.launches(1, 0) if fixed else None
+        self.grid_functions = {dispatch.grid for dispatch in dispatches if callable(dispatch.grid)}
+        self.fixed_launches = None if self.grid_functions else self.launches(1, 0)
 
     def __len__(self) -> int:
         return len(self.dispatches)
 
+    @cached_property
+    def handles(self) -> list[tuple[Any, Any, Any]]:
+        return [(d.pipeline._internal, d.bind_group._internal, d.grid) for d in self.dispatches]
+
     def launches(self, rows: int, position: int) -> list[Launch]:
-        return [(d.pipeline._internal, d.bind_group._internal, *d.grid_for(rows, position)) for d in self.dispatches]
+        """Layers share their grid functions, so each is called once."""
+        grids: dict[Any, Grid] = {function: function(rows, position) for function in self.grid_functions}
+        return [(pipeline, bind_group, *grids.get(grid, grid)) for pipeline, bind_group, grid in self.handles]
 
 
 class Step(NamedTuple):
@@ -48,7 +56,7 @@ class Step(NamedTuple):
 
 
 class Pending:
-    """A small buffer on its way back from the device."""
+    """A small buffer that is being read back from the device."""
 
     def __init__(self, gpu: Gpu, staging: Any, submission: "Future[Any]") -> None:
         self.gpu, self.staging, self.submission = gpu, staging, submission
@@ -80,8 +88,8 @@ class Pending:
         return words
 
 
-def on_interrupt(kind: Any, error: BaseException, trace: Any) -> None:
-    """A Ctrl-C inside on_mapped would be lost in C. The status is set all the same, and Pending.wait raises it."""
+def on_interrupt(error_type: Any, error: BaseException, trace: Any) -> None:
+    """Handle a Ctrl-C inside on_mapped, which C code would drop: set the status, and let Pending.wait raise it."""
     values = trace.tb_frame.f_locals
     ffi.cast("int *", values["result"])[0] = values["status"]
     interrupts.append(error)
@@ -106,8 +114,8 @@ class Recorder:
     def submit(self, steps: Sequence[Step], result: Buffer | None = None, ahead: bool = False) -> Pending:
         """Record the steps in one pass and submit it; `result` is copied out for reading back.
 
-        With `ahead` a worker thread finishes and submits the pass, because wgpu validates and encodes it then, which
-        takes as long as recording it. Until the caller has waited, nothing else may be given to the queue.
+        With `ahead` a worker thread finishes and submits the pass: wgpu validates and encodes it then, which takes as
+        long as recording it. Nothing else may be submitted until the caller has waited.
         """
         encoder, staging = self.record(steps, result)
         return Pending(self.gpu, staging, self._schedule(ahead, self.finish_and_submit, encoder))
@@ -122,7 +130,7 @@ class Recorder:
         return done
 
     def drain(self) -> None:
-        """Wait until the queue has everything that was submitted ahead, also what a Ctrl-C kept from the caller."""
+        """Wait until the worker has submitted everything, also passes whose Pending was lost by a Ctrl-C."""
         with suppress(RuntimeError):  # the worker is shut down, so it has submitted everything
             self.gpu.submit_worker.submit(int).result()
 
