@@ -184,7 +184,7 @@ def step_title(name: str, first: PlannedDispatch) -> str:
 
 
 def collapse_layers(members: list[PlannedDispatch]) -> list[tuple[PlannedDispatch, int]]:
-    """The dispatches without those of layers that are equal to an earlier one, and how many layers each stands for."""
+    """Drop the dispatches of layers that equal an earlier layer. Each one kept has the number of equal layers."""
     layers: dict[int, list[PlannedDispatch]] = {}
     for found in members:
         if found.dispatch.layer is not None:
@@ -218,7 +218,7 @@ def shape_text(dispatch: Dispatch) -> str:
 
 
 def details(dispatch: Dispatch) -> str:
-    """What the kernel does besides, and the condition of its route."""
+    """The prologue and epilogue of the kernel, and the condition of its route."""
     shape, found = dispatch.shape, []
     if isinstance(shape, Linear) and dispatch.op != "embedding":
         found += [] if shape.prologue is Prologue.NONE else [f"{shape.prologue} prologue"]

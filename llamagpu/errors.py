@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 
 class LlamaGpuError(Exception):
-    """One line of cause and, where there is one, one line of what to do about it."""
+    """One line with the cause and one line with the remedy, which may be empty."""
 
     exit_code = 1  # a runtime error: missing or damaged file, no network, no disk space
 
@@ -51,7 +51,7 @@ class NumericCheckFailed(LlamaGpuError):
 
 @contextmanager
 def error_context(path: object) -> Iterator[None]:
-    """Errors about a file that are raised in here name it: those who read parts of it do not know its name."""
+    """Put the path in front of errors about a file: the code that reads its metadata or a tensor does not know it."""
     try:
         yield
     except (BadFile, Unsupported) as error:

@@ -33,13 +33,13 @@ def load(model: str | Path, **options: Any) -> "Llama":
 @dataclass(frozen=True, slots=True)
 class Token:
     id: int
-    text: str  # what became visible with it: may be empty, or the text of several tokens
+    text: str  # text that this token completes: may be empty, or the text of several tokens
 
 
 @dataclass(slots=True)
 class Timings:
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, taken over from the last call or a file
+    cached_tokens: int = 0  # prompt tokens taken from the KV cache or a prompt cache file
     prefill_s: float = 0.0
     first_token_s: float = 0.0  # from the call to the first token
     tokens: int = 0
@@ -55,7 +55,7 @@ class Timings:
 
 
 class Llama:
-    """A model on a device. `generate` gives tokens as they come; `close` frees the memory."""
+    """A model on a device. `generate` streams tokens; `close` frees the memory."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Llama:
 
         `device`: a number or name as in `llamagpu devices`, or an open Gpu to share, which stays open.
         `context`: positions; None lets the KV cache grow up to the model's context.
-        `chunk`: most tokens of one prefill step. `kv_type`: "f16" or "f32". `precision`: "fast" or "high".
+        `chunk`: tokens of one prefill step at most. `kv_type`: "f16" or "f32". `precision`: "fast" or "high".
         None lets the adapter decide. `on_plan` gets the memory plan before anything is allocated.
         """
         gpu = device if isinstance(device, Gpu) else None
@@ -112,7 +112,7 @@ class Llama:
 
     @property
     def context(self) -> int:
-        """Most positions of a text."""
+        """The largest number of positions of a sequence."""
         return self.loaded.settings.context
 
     @property
@@ -135,7 +135,7 @@ class Llama:
     # Text
 
     def chat(self, messages: Sequence[Message]) -> str:
-        """The prompt text of a conversation, by the model's own chat template."""
+        """The prompt text of a conversation, rendered by the model's chat template."""
         from llamagpu.files.chat_template import render  # here: raw text does not need jinja2
 
         template, tokenizer = self.tokenizer.chat_template, self.tokenizer
@@ -160,9 +160,9 @@ class Llama:
         ignore_eos: bool = False,
         progress: Progress | None = None,
     ) -> "Generation":
-        """Continue a text (encoded with BOS as the model wants it) or a list of ids.
+        """Continue a text or a list of ids. A text gets BOS if the model uses it.
 
-        `max_tokens`: -1 goes on until the model or the context ends, 0 only reads the prompt.
+        `max_tokens`: -1 generates until an end token or the end of the context, 0 only computes the prompt.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -170,7 +170,7 @@ class Llama:
         if max(ids) >= self.config.vocab or min(ids) < 0:
             cause = f"the prompt has token ids outside 0..{self.config.vocab - 1}"
             raise LlamaGpuError(cause, "encode it with this model's tokenizer")
-        new = abs(max_tokens)  # -1: one at least
+        new = abs(max_tokens)  # -1: at least one
         wanted = len(ids) + new
         if wanted > self.context:
             raise DoesNotFit(
@@ -185,12 +185,12 @@ class Llama:
     # Prompt caches
 
     def save_prompt(self, path: str | Path, tokens: int | None = None, progress: Progress | None = None) -> None:
-        """Write what has been read, or the first `tokens` of it, into a file for `load_prompt`."""
+        """Save the KV cache of the sequence, or of its first `tokens`, to a file for `load_prompt`."""
         with map_device_lost():
             prompt_cache.save(self.loaded, self.sequence, Path(path), tokens, progress)
 
     def load_prompt(self, path: str | Path, progress: Progress | None = None) -> int:
-        """Restore what `save_prompt` wrote; how many tokens that is. The next prompt is read from where it differs.
+        """Restore a file of `save_prompt`; return its number of tokens. A prompt that begins with them reuses them.
 
         A file that is damaged, or of another model or other settings, is refused.
         """
@@ -203,7 +203,7 @@ class Llama:
 
 @contextmanager
 def map_device_lost() -> Iterator[None]:
-    """Raise DeviceLost for a device that went away: wgpu has no exception of its own for that."""
+    """Raise DeviceLost if the device is lost: wgpu has no exception for it."""
     try:
         yield
     except wgpu.GPUError as error:
@@ -226,11 +226,11 @@ class Generation:
     progress: Progress | None = None
     ids: list[int] = field(default_factory=list)
     text: str = ""
-    finish_reason: str = ""  # stop: end token or stop string; length: max_tokens; context: it is full
+    finish_reason: str = ""  # stop: end token or stop string; length: max_tokens; context: the context is full
     timings: Timings = field(default_factory=Timings)
 
     def __iter__(self) -> Iterator[Token]:
-        """One Token for each id, the end token's too; their texts together are `text`."""
+        """Yield a Token for each id, also for the end token. `text` is the concatenation of their texts."""
         decoder = self.llama.tokenizer.stream()
         pending = ""  # text that may be the beginning of a stop string
         with closing(self._steps()) as steps, map_device_lost():
@@ -250,13 +250,13 @@ class Generation:
                 yield Token(id, shown)
                 if self.finish_reason:
                     return
-        self.finish_reason = "length"  # of nothing: max_tokens is 0
+        self.finish_reason = "length"  # max_tokens is 0
 
     def _ends(self, id: int) -> bool:
         return self.llama.tokenizer.is_end(id) and not self.ignore_eos
 
     def _reason(self, id: int) -> str:
-        """Why `id`, the latest, is the last one; nothing if it is not."""
+        """The finish reason if `id`, the latest token, is the last one; else empty."""
         if self._ends(id):
             return "stop"
         if len(self.ids) == self.max_tokens:
@@ -264,7 +264,7 @@ class Generation:
         return "context" if len(self.prompt_ids) + len(self.ids) > self.llama.context else ""
 
     def _steps(self) -> Generator[int, None, None]:
-        """The new ids. What of the prompt is in the KV cache already is not computed again."""
+        """Yield the new ids. Prompt tokens that are in the KV cache already are not computed again."""
         engine, sequence, times = self.llama.loaded.engine, self.llama.sequence, self.timings
         start = time.perf_counter()
         shared = sequence.shared_prefix(self.prompt_ids[:-1])
@@ -273,7 +273,7 @@ class Generation:
         engine.reserve(sequence, len(self.prompt_ids) - shared + abs(self.max_tokens))
         engine.prefill(sequence, self.prompt_ids[shared:], self.progress)
         if self.max_tokens == 0:
-            engine.read_logits()  # waits
+            engine.read_logits()  # waits for the prompt
             times.prefill_s = time.perf_counter() - start
             return
         first = start
@@ -292,7 +292,7 @@ class Generation:
         if not sampling.greedy and not engine.samples_on_device(sampling):
             yield from engine.sample_on_host(sequence, host_sampler(sampling, self.prompt_ids))
             return
-        need_finite(engine.read_logits())  # from NaN the device would sample token 0, or any
+        need_finite(engine.read_logits())  # the device would sample an arbitrary token from NaN logits
         if sampling.greedy:
             yield from engine.greedy(sequence, most)
         else:
@@ -300,7 +300,7 @@ class Generation:
 
 
 def possible_stop(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of text could still become a stop string."""
+    """How many characters at the end of the text may begin a stop string."""
     longest = max((len(s) for s in stops), default=1) - 1
     return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stops)), 0)
 

@@ -1,4 +1,4 @@
-"""Perplexity of a text by llama-perplexity's method: the text in chunks, of each the second half is scored."""
+"""Perplexity of a text by llama-perplexity's method: the second half of each chunk of the text is scored."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from llamagpu.llama import Llama
 class Perplexity:
     value: float
     error: float  # standard error of `value`
-    tokens: int  # that were scored
+    tokens: int  # scored tokens
     chunks: int
 
 

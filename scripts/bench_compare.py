@@ -17,7 +17,7 @@ KEY = ("model_type", "n_batch", "n_ubatch", "type_k", "type_v", "n_prompt", "n_g
 
 
 def read(path: Path) -> dict[tuple, dict]:
-    """Rows by what they measured. Of several runs of one test the last counts."""
+    """Rows by what they measured. If a test ran several times, the last run counts."""
     try:
         text = path.read_text()
         is_json = text.lstrip().startswith("[")  # -o json, not jsonl

@@ -1,6 +1,6 @@
 // y[m, HEADS, HEAD_DIM] = softmax(q K^T) V over the KV cache, causal; online softmax in f32, no score matrix.
-// One workgroup per (token, head), 64 positions at a time. An invocation is one position for the scores, then four head
-// dimensions for the values, so that neighbours read V along head_dim, 16 bytes (f32) or 8 bytes (f16) each.
+// One workgroup per (token, head), 64 positions at a time. An invocation computes the score of one position, then sums
+// four head dimensions of the values, so that neighbours read V along head_dim, 16 bytes (f32) or 8 bytes (f16) each.
 // Needs HEAD_DIM % 4 == 0 and HEAD_DIM <= 256. Parts: f16, kv4_*.
 struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
 struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py

@@ -1,9 +1,9 @@
 // y[m, HEADS, HEAD_DIM] = softmax(q K^T) V of one token or a few over a long context, cut into splits (flash decoding).
 // A workgroup takes one KV head, one split of the context and one token. Its subgroups are (query head of the KV head)
 // x SUBGROUPS_PER_HEAD, so that K and V come from memory once for all heads that share them. Within a subgroup,
-// LANES_PER_POSITION lanes share a position and read its key and value along head_dim, 16 bytes each. They keep an
-// online softmax of their own, so that the loop has no barrier. All are merged at the end through little workgroup
-// memory: more makes the GPU rearrange its caches between kernels, 1 to 3 us a time on an H200.
+// LANES_PER_POSITION lanes share a position and read its key and value along head_dim, 16 bytes each. They have their
+// own online softmax, so that the loop has no barrier. The end merges all of them through little workgroup memory: more
+// makes the GPU reconfigure its caches between kernels, which takes 1 to 3 us on an H200.
 // One split: writes the heads as f32, or as int8 blocks with INT8. Several splits, or PARTIAL: writes partial sums and
 // (top, total) for attend_merge or prologue_merge: largest score, sum of exp(score - top).
 // Needs HEAD_DIM % (8 * LANES_PER_POSITION) == 0 and SUBGROUP % LANES_PER_POSITION == 0.

@@ -1,9 +1,9 @@
 // y[m, HEADS, HEAD_DIM] = softmax(q K^T) V over a cache texture, causal, many tokens, texture backend (CPU adapters).
-// An invocation is one token and head with an online softmax of its own. Neighbours share the KV head and the texels
-// they read (broadcast_subgroup), so that all go through the same positions.
+// An invocation computes one token and head with its own online softmax. Neighbours share the KV head and the texels
+// that they read (broadcast_subgroup), so all of them loop over the same positions.
 // Needs HEAD_DIM % 4 == 0, HEAD_DIM <= 128 and fewer than 65535 positions: llvmpipe ends all loops of an invocation
-// after 65535 iterations in total, without an error, but it unrolls those over HEAD_DIM. If a loop ends early, y is
-// NaN.
+// after 65535 iterations in total, without an error. Loops over HEAD_DIM are unrolled and do not count. If a loop ends
+// early, y is NaN.
 // Parts: broadcast_*.
 struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
 struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py

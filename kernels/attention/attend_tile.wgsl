@@ -72,8 +72,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         @builtin(subgroup_invocation_id) lane: u32) {
   let own = index % OWNERS;
   let first_lane = lane - own;
-  let second = own % 2u == 1u;  // which of the two rows this invocation ends up with scores of
-  let upper = own % 4u > 1u;  // and which half of eight positions
+  let second = own % 2u == 1u;  // this invocation ends up with scores of the second row
+  let upper = own % 4u > 1u;  // and of the upper half of eight positions
   let segment = step.segment[select(workgroup.z, 0u, ONE_SEGMENT)];  // first row, rows, slot, first position
   let position = segment.w;
   let token0 = workgroup.y * TOKENS;  // counted from the segment's first row

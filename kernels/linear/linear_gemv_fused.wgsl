@@ -1,7 +1,7 @@
 // y[N] = x[K] @ W[N, K]^T, one token, as a stage of a fused kernel (gpu/fuse.py): GEMV in a grid-stride loop over rows.
 // LANES invocations share a row pair and split K by blocks of 32, with 16-byte loads (32 weights of q4 each).
-// Prefetch: loads of IN_FLIGHT iterations are always in flight, the first ones before the prologue waits for x. Once a
-// block is used, its registers take the block IN_FLIGHT iterations ahead, at the end of a row pair a block of the next.
+// Prefetch: loads of IN_FLIGHT iterations are always in flight, the first ones before the prologue waits for x. After a
+// block is used, its registers load the block IN_FLIGHT iterations later, or at the end of a row pair one of the next.
 // Needs m == 1, K % 32 == 0 (q6: 64), GROUP % 32 == 0 or GROUP == 16.
 // Parts: f16, (scales, planes_*,) inputs_interleaved or prologue_*, dot_*, epilogue_*, reduce_*.
 const K: u32 = 32u;

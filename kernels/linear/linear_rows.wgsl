@@ -1,6 +1,6 @@
 // y[N] = x[K] @ W[N, K]^T, one token, for CPU adapters.
 // One invocation computes 8 whole rows. Nothing is shared, so there is no barrier, and x is loaded once for 8 rows.
-// Needs m == 1 and what the block part needs. Parts: f16, (scales,) block_*, epilogue_* (without a workgroup epilogue).
+// Needs m == 1 and the conditions of the block part. Parts: f16, (scales,) block_*, epilogue_* (without a workgroup epilogue).
 const K: u32 = 32u;
 const N: u32 = 2u;
 const WORKGROUP: u32 = 8u;

@@ -2,7 +2,7 @@
 // One invocation computes 8 whole rows; a workgroup is one vector of the CPU. The loop has no barrier, and all loads
 // are texture loads: llvmpipe fetches 16 bytes for each of 8 lanes in 45 instructions, but reads a storage buffer in a
 // loop over the lanes with a branch in it. x, which all lanes need, is loaded once for them (broadcast_subgroup).
-// With NORM the kernel normalises x first: that costs less than a dispatch for it (28 us of 80).
+// With NORM the kernel normalises x first, which costs less than a separate dispatch (28 us of 80).
 // Needs m == 1, K % STRIDE == 0 and GROUP % STRIDE == 0. A longer STRIDE runs faster and takes longer to compile.
 // Parts: texture_*, broadcast_*, reduce_*, epilogue_texture_*.
 const GROUP: u32 = 32u;    // k that share one scale

@@ -1,5 +1,5 @@
 // Role epilogue: y[row] = v. The workgroup epilogue writes the largest logit of the workgroup and its index as a
-// candidate, the first half of sampling. Of equal logits the lowest index wins. Rows come in pairs: row is even,
+// candidate, the first half of sampling. Among equal logits the lowest index wins. Rows come in pairs: row is even,
 // v = (row, row + 1).
 const N: u32 = 1u;                                           // rows of this shard
 const ROW0: u32 = 0u;                                        // the shard's first row in the matrix
@@ -26,7 +26,7 @@ fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {
   }
   workgroupBarrier();
   if (index > 0u) { return; }
-  for (var i = 1u; i < WORKGROUP_PAIRS; i++) {  // in row order: of equal logits the first stays
+  for (var i = 1u; i < WORKGROUP_PAIRS; i++) {  // in row order: among equal logits the first wins
     if (tops[i] > top) { top = tops[i]; top_index = top_indices[i]; }
   }
   candidates[FIRST_CANDIDATE + workgroup] = vec2<u32>(bitcast<u32>(top), top_index);

@@ -2,8 +2,8 @@
 // others have stored. Every invocation must call both. A wait without an arrival before it returns at once. Arrivals
 // are counted and never reset, so that the number of an arrival says which barrier it belongs to.
 // No cache line may be read before all of it has been written: a workgroup may keep it in a cache that a fence does not
-// clear. Where in a line a buffer begins is unknown, so inter-stage buffers have LINE_PADDING words before, between and
-// after the rows of layers.
+// clear. The offset of a buffer in a line is unknown, so inter-stage buffers have LINE_PADDING words before, between
+// and after the rows of layers.
 // A wait ends without a fence, which would hold up the weights in flight (12 % of SmolLM2's token on an H200). Instead,
 // indices read after the barrier add opaque_zero(), so that the compiler cannot hoist the loads: it is 0, but not known
 // before the wait is over.
@@ -25,7 +25,7 @@ var<private> current_slab: u32;
 fn layer() -> u32 { return layer_index; }
 fn slab_index() -> u32 { return current_slab; }
 fn row_index(row: u32) -> u32 { return 0u; }  // a fused step has one row; a constant index keeps the load off the critical path
-fn barrier_begin(lanes: u32, index: u32) {  // a driver may choose another subgroup size for so large a kernel
+fn barrier_begin(lanes: u32, index: u32) {  // a driver may use another subgroup size for so large a kernel
   if (lanes != SUBGROUP && index == 0u) { atomicStore(&grid_barrier.timed_out, 1u); }
 }
 fn arrive(index: u32) {

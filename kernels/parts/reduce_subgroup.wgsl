@@ -2,7 +2,7 @@
 // sum_lanes(v, index): the sum of v over the LANES neighbouring invocations that share a result, for all of them.
 // sum_workgroup(v, index): the same over the whole workgroup. sum_begin and sum_end are its two halves; the caller puts
 // a barrier between them.
-// sum_each(v, index): of TOKENS * ROW_PAIRS values in each lane, the sum of the one whose number is the lane's.
+// sum_each(v, index): every lane has TOKENS * ROW_PAIRS values; lane i gets the sum of all lanes' value i.
 const LANES: u32 = 64u;     // a multiple of SUBGROUP, divides WORKGROUP
 const WORKGROUP: u32 = 64u;
 const SUBGROUP: u32 = 32u;  // lanes of a subgroup, as probed

@@ -25,7 +25,7 @@ fn scale_at(row: u32, g: u32) -> vec2<f32> {
   let two = unpack_f16(scales[i / 2u] >> (i % 2u * 16u));
   return select(vec2<f32>(two.x, 0.0), two, HAS_OFFSET);
 }
-struct Scales { words: vec4<u32>, skip: u32 }  // skip: bits before the block's own, in the only word or in the word of sub-scales
+struct Scales { words: vec4<u32>, skip: u32 }  // skip: bits before the block's scales, in the only word or in the word of sub-scales
 fn load_scales(row: u32, b: u32) -> Scales {
   if (SCALE_BITS == 8u) {
     let super_block = (row * (K / 256u) + b / 8u) * SUPER_BLOCK_WORDS;

@@ -2,9 +2,9 @@
 // stage_key stores a key in workgroup memory. query is an owner's share of a query row, products its product with a
 // key, for two rows; scale_scores turns the sum over all owners into scores. broadcast_weights fetches the exponentials
 // of another lane.
-// begin_sum begins the sum over the values of a kv tile, end_sum adds it to the long sum v. smooth_keys does nothing.
-// vec4_of(i, own): the vec4 of the head that is the owner's vec4 i. Of eight owners four begin with the second vec4 of
-// a run, so that together they read different banks.
+// begin_sum begins the sum over the values of a kv tile, end_sum adds it to the total v. smooth_keys does nothing.
+// vec4_of(i, own): the vec4 of the head that is the owner's vec4 i. Four of eight owners begin with the second vec4 of
+// a run, so that all eight read different banks.
 alias Sum = f32;
 alias Value4 = vec4<f32>;
 struct Query { v: array<vec4<f32>, OWN_VEC4>, query_scale: f32 }

@@ -4,11 +4,11 @@ enable f16;
 // stage_key stores a key in workgroup memory. query is an owner's share of a query row, products its product with a
 // key, for two rows; scale_scores turns the sum over all owners into scores. broadcast_weights fetches the exponentials
 // of another lane.
-// begin_sum begins the sum over the values of a kv tile, end_sum adds it to the long sum v.
+// begin_sum begins the sum over the values of a kv tile, end_sum adds it to the total v.
 // vec4_of(i, own): the vec4 of the head that is the owner's vec4 i.
-// smooth_keys: some dimensions of keys are much larger than others, and one scale for all would leave the others few
-// levels, so keys are divided, and queries multiplied, by the square root of the largest magnitude that the first kv
-// tile has in each dimension (half the squared error with SmolLM2).
+// smooth_keys: some dimensions of keys are much larger than others. One scale for all would leave few levels for the
+// others, so keys are divided, and queries multiplied, by the square root of the largest magnitude of each dimension in
+// the first kv tile (half the squared error with SmolLM2).
 // Needs HEAD_DIM a power of two, subgroups of HEAD_DIM / 8 lanes or more, WORKGROUP % (HEAD_DIM / 8) == 0.
 // Parts: int8_block_*.
 alias Sum = i32;

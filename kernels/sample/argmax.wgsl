@@ -1,5 +1,5 @@
 // candidates[i] = (largest logit, its index) of the i-th run of CANDIDATE_ROWS logits: the first half of sampling.
-// One invocation per run. Of equal logits the lowest index wins. Needs nothing. Parts: none.
+// One invocation per run. Among equal logits the lowest index wins. Needs nothing. Parts: none.
 const VOCAB: u32 = 1u;
 const CANDIDATE_ROWS: u32 = 64u;
 const WORKGROUP: u32 = 16u;

@@ -1,7 +1,7 @@
 // Greedy sampling, second half: the best of candidates[segments, CANDIDATES] is the next token of each sequence.
 // The token is appended to the sequence's ring of results, its embedding is looked up, and the row of the next step is
-// written, so that decoding goes on without the host.
-// One workgroup per segment. Of equal logits the lowest index wins. Needs WORKGROUP a power of two.
+// written, so that decode continues without the host.
+// One workgroup per segment. Among equal logits the lowest index wins. Needs WORKGROUP a power of two.
 // Parts: f16, (scales,) weight_* and embed_next, or embed_next_none.
 struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
 struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py

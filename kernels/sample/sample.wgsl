@@ -1,5 +1,5 @@
 // Samples the next token of each sequence from logits[segments, VOCAB]: repetition penalty, top-k, top-p, min-p,
-// temperature, in llama.cpp's order. Then it does what greedy does: ring of results, embedding, row of the next step.
+// temperature, in llama.cpp's order. Like greedy, it then writes the ring of results, the embedding and the next row.
 // The largest logit of every CANDIDATE_ROWS logits (a run) is a candidate. The k best tokens lie in the runs of the k
 // best candidates, so that two binary searches for a threshold find them without sorting the vocabulary.
 // One workgroup per segment. Needs 1 <= top_k <= MAX_TOP_K.
@@ -13,7 +13,7 @@ const CANDIDATES: u32 = 1u;       // runs of a segment
 const RING: u32 = 1u;             // tokens that a ring holds
 const RING_WORDS: u32 = 1u;       // from one sequence's ring to the next
 const MAX_TOP_K: u32 = 64u;
-const MAX_KEPT: u32 = 128u;       // the k best, and others equal to the last of them
+const MAX_KEPT: u32 = 128u;       // the k best tokens, and others with the same logit as the last of them
 const WORKGROUP: u32 = 256u;
 @group(0) @binding(1) var<storage, read_write> ring: array<u32>;              // [slots, RING_WORDS]: RING sampled tokens, the oldest overwritten; then last_n recent tokens
 @group(0) @binding(2) var<storage, read_write> step: Step;

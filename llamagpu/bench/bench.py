@@ -1,4 +1,4 @@
-"""Measures how fast a model is on this adapter: llama-bench's cases, and where the time went.
+"""Measures the speed of a model on an adapter: llama-bench's cases, and where the time is spent.
 
 Tokenising and sampling on the host are not measured: prompts are random ids, generated tokens are sampled and fed back
 on the device.
@@ -94,7 +94,7 @@ def short_count(params: int) -> str:
 
 
 def open_for(source: Source, cases: Items[BenchCase]) -> ModelSource:
-    """The model, with a context that holds all cases: a benchmark may go beyond the context of the training."""
+    """The model, with a context that holds all cases: a benchmark may exceed the training context."""
     opened = open_source(source)
     config = opened.config
     return replace(opened, config=replace(config, context=max(config.context, positions(cases))))
@@ -104,29 +104,29 @@ def open_for(source: Source, cases: Items[BenchCase]) -> ModelSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class EngineRun:
     """Cases that one engine runs."""
 
     cases: tuple[BenchCase, ...]
     options: EngineOptions
 
 
-def group_cases(cases: Items[BenchCase], options: BenchOptions, gpu: Gpu) -> list[Group]:
-    """Neighbours with the same chunk and KV type. All groups share the weights, so they share the backend, too."""
+def plan_runs(cases: Items[BenchCase], options: BenchOptions, gpu: Gpu) -> list[EngineRun]:
+    """Consecutive cases with the same chunk and KV type share an engine. All engines share weights and backend."""
     precision = resolve_precision(gpu, options.precision)
     default = routes.default_chunk(gpu.caps, precision is Precision.FAST)
     cases = [case if case.n_ubatch else replace(case, n_ubatch=default) for case in cases]
     # an f16 cache is always in buffers
     backend = Backend.BUFFERS if any(case.kv_type is KvType.F16 for case in cases) else None
-    groups = []
+    runs = []
     for _, same in groupby(cases, lambda case: (case.n_batch, case.n_ubatch, case.kv_type)):
         members = tuple(same)
         first = members[0]
         engine = EngineOptions(
             context=positions(members), chunk=first.chunk, kv_type=first.kv_type, precision=precision, backend=backend
         )
-        groups.append(Group(members, engine))
-    return groups
+        runs.append(EngineRun(members, engine))
+    return runs
 
 
 def bench(
@@ -139,14 +139,14 @@ def bench(
 ) -> Iterator[Row]:
     """A row for each case of one model. `probe` gets an engine with the options of the first case."""
     with map_device_lost(), closing(Gpu.open(options.device)) as gpu:
-        groups = group_cases(cases, options, gpu)
+        runs = plan_runs(cases, options, gpu)
         copy = copy_bandwidth(gpu)
         gpu.peak_bytes = gpu.allocated_bytes
         started, compiled = time.perf_counter(), gpu.compile_seconds
         with closing(open_for(source, cases)) as opened:
-            for group in groups:  # before a row is printed
-                check_memory(opened, resolve(group.options, opened, gpu), gpu)
-            loaded = load_model(opened, groups[0].options, gpu=gpu, progress=progress)
+            for run in runs:  # before the first row is printed
+                check_memory(opened, resolve(run.options, opened, gpu), gpu)
+            loaded = load_model(opened, runs[0].options, gpu=gpu, progress=progress)
             wait_idle(gpu)
             load_s = time.perf_counter() - started - loaded.times.compile_s
             facts = model_facts(opened)
@@ -154,12 +154,12 @@ def bench(
             if probe:
                 probe(engine, copy)  # it may leave the engine unfused
                 engine.free()
-                engine = loaded.another_engine(groups[0].options)
-            for i, group in enumerate(groups):
+                engine = loaded.another_engine(runs[0].options)
+            for i, run in enumerate(runs):
                 if i:
                     compiled = gpu.compile_seconds
-                    engine = loaded.another_engine(group.options)
-                for case in group.cases:
+                    engine = loaded.another_engine(run.options)
+                for case in run.cases:
                     check()
                     time.sleep(options.delay)
                     measured = measure(engine, case, options, check)
@@ -174,7 +174,7 @@ def bench(
 
 @dataclass(slots=True)
 class Samples:
-    """What the repetitions of one case gave."""
+    """The measurements of one case, an entry for each repetition."""
 
     wall_s: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)  # from the start of the prompt to its first token
@@ -183,7 +183,7 @@ class Samples:
 
 
 def measure(engine: Engine, case: BenchCase, options: BenchOptions, check: Callable[[], None]) -> Row:
-    """Run the case, first to warm up, then as often as asked for."""
+    """Run the case once to warm up, then `repetitions` times."""
     gpu = engine.gpu
     recorder = engine.recorder = TimedRecorder(gpu)
     ids = np.random.default_rng(0).integers(0, engine.config.vocab, case.n_prompt).tolist()
@@ -202,7 +202,7 @@ def measure(engine: Engine, case: BenchCase, options: BenchOptions, check: Calla
             wait_idle(gpu)
         return time.perf_counter() - began
 
-    # the first token is sampled from the logits that are there; then each step gives one
+    # the first token is sampled from the present logits; each further one takes a step
     most = case.n_gen + 1 if case.n_gen else 0
     if options.warmup:
         warm_up(gpu, lambda: run(most))
@@ -258,7 +258,7 @@ def between_tokens(spans: Items[Span]) -> list[float]:
 
 
 def rates(loaded: LoadedModel, engine: Engine, case: BenchCase, avg_ns: float, copy: float) -> Row:
-    """What the case had to read and to compute, and how fast that was."""
+    """The bytes that the case reads, the operations that it computes, and their rates."""
     c, weights = loaded.config, loaded.weights
     in_layers = sum(matrix.n * matrix.k for layer in weights.layers for matrix in layer.matrices)
     window, per_position = c.sliding_window, engine.cache.position_bytes
@@ -283,7 +283,7 @@ def rates(loaded: LoadedModel, engine: Engine, case: BenchCase, avg_ns: float, c
 
 
 def case_facts(facts: ModelFacts, engine: Engine, case: BenchCase) -> Row:
-    """The fields that say what was measured. llama-bench has more of them than we have choices."""
+    """The fields that describe the case. Some fields of llama-bench have a fixed value here."""
     gpu, kv_type = engine.gpu, str(engine.settings.kv_type)
     return {
         "build_commit": __version__, "build_number": 0, "cpu_info": cpu_name(),

@@ -1,4 +1,4 @@
-"""What to measure: llama-bench's cases, its lists and ranges of numbers."""
+"""The cases of a benchmark, and llama-bench's lists and ranges of numbers."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ class BadValue(LlamaGpuError):
 
 @dataclass(frozen=True, slots=True)
 class BenchCase:
-    """One row of the benchmark, in llama-bench's words."""
+    """One row of the benchmark, with llama-bench's field names."""
 
     n_batch: int
     n_ubatch: int  # 0: the default of the adapter
@@ -32,7 +32,7 @@ class BenchCase:
 
     @property
     def start(self) -> int:
-        """Positions that are filled before the clock starts: sampling needs one token before it."""
+        """Positions that are filled before the clock starts. Sampling needs at least one."""
         return self.n_depth if self.n_prompt else max(1, self.n_depth)
 
     @property
@@ -40,7 +40,7 @@ class BenchCase:
         return min(self.n_batch, self.n_ubatch)
 
     def steps(self) -> Iterator[tuple[int, int]]:
-        """(token rows, position) of every step that it runs."""
+        """(token rows, position) of every step of the case."""
         for start in range(0, self.n_prompt, self.chunk):
             yield min(self.chunk, self.n_prompt - start), self.start + start
         yield from ((1, self.start + self.n_prompt + i) for i in range(self.n_gen))
@@ -56,7 +56,7 @@ def numbers(texts: Sequence[str], least: int = 0) -> list[int]:
         first, last = int(match[1]), int(match[2] or match[1])
         by = int(match[4] or 1)
         if (match[3] == "*" and (by < 2 or first == 0)) or by == 0 or first < least:
-            raise BadValue(f"the range {item!r} never ends, or holds what cannot be", f"start at {max(1, least)}")
+            raise BadValue(f"the range {item!r} never ends, or starts too low", f"start at {max(1, least)}")
         while first <= last:
             found.append(first)
             first = first * by if match[3] == "*" else first + by

@@ -1,7 +1,7 @@
 """Times one kernel at a time on the GPU's clock, and computes its error against float64.
 
-Matrices and KV caches are cloned until they fill more memory than any cache holds, and the clones are used in turn: a
-chain over one small matrix would measure the cache. Buffers that are small in a model, too, are not cloned.
+Matrices and KV caches are cloned until the clones exceed every hardware cache. Consecutive dispatches use different
+clones, because a single small matrix would stay in the cache. Buffers that are small in a model too are not cloned.
 """
 
 from collections.abc import Callable
@@ -92,7 +92,7 @@ class LinearTimes:
         return found
 
     def nmse(self, m: int) -> float:
-        """Of some matrix rows and token rows, the first and the last among them. Rounding x to int8 counts, too."""
+        """The error of some matrix rows and token rows, including the first and last. Rounding x to int8 counts."""
         n = self.weight.n
         rows = np.unique(np.r_[0, n - 1, random("rows").integers(0, n, 30)])
         tokens = np.unique(np.r_[0, m - 1, random("tokens").integers(0, m, 6)])

@@ -83,7 +83,7 @@ def result(
 
 
 def kernel_bench(gpu: Gpu, wanted: Sequence[str], shapes: Sequence[str], tokens: Tokens) -> Iterator[Result]:
-    """Results as they are measured. Shapes are names of synthetic models, or NxK for linears."""
+    """Yield each result when it is measured. Shapes are names of synthetic models, or NxK for linears."""
     watch = Stopwatch(gpu)
     runs: dict[str, Callable[[Gpu, Stopwatch, str, Tokens], Iterator[Result]]] = {
         "gemm": gemm,
@@ -141,7 +141,7 @@ def matrices(shape: str) -> list[tuple[str, Weight]]:
 
 
 def first_route(kernel: str) -> Table[Linear]:
-    """The first route with this kernel, for every shape."""
+    """A table with only the first route of this kernel."""
     return only(next(route for route in routes.LINEAR if route.kernel == kernel))
 
 
@@ -201,7 +201,7 @@ def fused(gpu: Gpu, watch: Stopwatch, shape: str, tokens: Tokens) -> Iterator[Re
 
 
 def shares(shape: str, kernel_ns: float, baseline_ns: float, step_ns: float) -> str:
-    """The share of all norms in the time of a step: with one dispatch each, as it is, and with two."""
+    """The share of all norms in the time of a step: with one dispatch per norm, as in a model, and with two."""
     count = 2 * SHAPES[shape].layers + 1
     two = count * baseline_ns / (step_ns + count * (baseline_ns - kernel_ns))
     return f"{count * kernel_ns / step_ns:.1%} of a step, as two dispatches {two:.1%}"
@@ -211,16 +211,16 @@ def shares(shape: str, kernel_ns: float, baseline_ns: float, step_ns: float) -> 
 
 
 def attend(gpu: Gpu, watch: Stopwatch, shape: str, tokens: Tokens) -> Iterator[Result]:
-    """The plain kernel, and the one that the routes select where it is another."""
+    """`attend`, and the kernel that the routes select if that is another one."""
     s = SHAPES[shape]
     name = f"{shape} {s.heads} heads of {s.head_dim}, {s.kv_heads} kv"
-    plain = only(next(route for route in routes.ATTEND if route.kernel == "attend"))
+    attend_only = only(next(route for route in routes.ATTEND if route.kernel == "attend"))
     for m, position in ((1, DEPTH - 1), (max(tokens), 0)):
         seen = m * position + m * (m + 1) // 2  # positions, over all tokens
         kv_bytes = 2 * s.kv_heads * (position + m) * s.head_dim * (2 if gpu.caps.native_f16 else 4)
         work, unit = (kv_bytes, "GB/s") if m == 1 else (4 * s.heads * s.head_dim * seen, "GFLOP/s")
         baseline = attend_time(gpu, watch, shape, m, position, only(baselines.ATTEND_STRIDED))
-        for table in (plain, routes.ATTEND):
+        for table in (attend_only, routes.ATTEND):
             kernel = attend_time(gpu, watch, shape, m, position, table)
-            if table is plain or kernel.kernel != "attend":
+            if table is attend_only or kernel.kernel != "attend":
                 yield result("attend", name, m, f"over {position + m} positions", kernel, baseline, work, unit)

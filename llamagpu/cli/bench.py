@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from llamagpu.engine.load import Source
     from llamagpu.profile.profile import Profile
 
-# llama-bench's options that have no meaning here; each takes a value
+# llama-bench's options that have no effect here; each takes a value
 IGNORED_OPTIONS = (
     "-ngl --n-gpu-layers -t --threads -C --cpu-mask --cpu-strict --poll -ncmoe --n-cpu-moe -sm --split-mode "
     "-mg --main-gpu -nkvo --no-kv-offload -lm --load-mode -mmp --mmap -dio --direct-io -embd --embeddings "
@@ -37,7 +37,7 @@ Names = list[str] | None
 
 
 class BenchGroup(TyperGroup):
-    """Accepts the options of llama-bench that have no meaning here, and says that they are ignored."""
+    """Accepts the options of llama-bench that have no effect here, and logs that they are ignored."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         kept, dropped = [], []
@@ -51,7 +51,7 @@ class BenchGroup(TyperGroup):
             if "=" not in arg:
                 next(rest, None)
         if dropped:
-            log(f"ignored, there is nothing to set here: {' '.join(dict.fromkeys(dropped))}")
+            log(f"ignored, because it has no effect here: {' '.join(dict.fromkeys(dropped))}")
         return super().parse_args(ctx, kept)
 
 
@@ -66,14 +66,21 @@ def bench(
     context: typer.Context,
     model: Annotated[Names, typer.Option("-m", "--model", help="GGUF files or names (default: smollm2).")] = None,
     hf_repo: Annotated[
-        Names, typer.Option("-hf", "-hfr", "--hf-repo", help="Hugging Face repositories: user/repo[:QUANT].")
+        Names,
+        typer.Option("-hf", "-hfr", "--hf-repo", help="Hugging Face repositories: user/repo[:QUANT] (default: none)."),
     ] = None,
-    hf_file: Annotated[str, typer.Option("-hff", "--hf-file", help="File in the repository of -hf.")] = "",
-    hf_token: Annotated[str, typer.Option("-hft", "--hf-token", help="Access token for Hugging Face.")] = "",
+    hf_file: Annotated[
+        str, typer.Option("-hff", "--hf-file", help="File in the repository of -hf (default: by QUANT).")
+    ] = "",
+    hf_token: Annotated[
+        str, typer.Option("-hft", "--hf-token", help="Access token for Hugging Face (default: HF_TOKEN).")
+    ] = "",
     synthetic: Annotated[Names, typer.Option("--synthetic", help=SYNTHETIC_HELP)] = None,
     n_prompt: Annotated[Names, typer.Option("-p", "--n-prompt", help="Prompt tokens (default: 512).")] = None,
     n_gen: Annotated[Names, typer.Option("-n", "--n-gen", help="Generated tokens (default: 128).")] = None,
-    n_pg: Annotated[Names, typer.Option("-pg", help="PP,TG: a prompt and then generated tokens.")] = None,
+    n_pg: Annotated[
+        Names, typer.Option("-pg", help="PP,TG: prompt tokens, then generated tokens (default: none).")
+    ] = None,
     n_depth: Annotated[
         Names, typer.Option("-d", "--n-depth", help="Tokens in the KV cache before each case (default: 0).")
     ] = None,
@@ -86,23 +93,27 @@ def bench(
         ),
     ] = None,
     type_k: Annotated[
-        Names, typer.Option("-ctk", "--cache-type-k", help="KV cache type: f16 or f32 (default: the adapter's better).")
+        Names,
+        typer.Option(
+            *("-ctk", "--cache-type-k"),
+            help="KV cache type: f16 or f32 (default: f16 on GPUs with native f16, else f32).",
+        ),
     ] = None,
     type_v: Annotated[Names, typer.Option("-ctv", "--cache-type-v", help="The same as -ctk.")] = None,
-    flash_attn: Annotated[str, typer.Option("-fa", "--flash-attn", help="Always on here.")] = "",
+    flash_attn: Annotated[str, typer.Option("-fa", "--flash-attn", help="Ignored: flash attention is always on.")] = "",
     precision: o.PrecisionOption = None,
     device: o.DeviceOption = None,
     list_devices: Annotated[bool, typer.Option("--list-devices", help="Print the adapters and end.")] = False,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Repetitions of each case.")] = 5,
     delay: Annotated[float, typer.Option("--delay", min=0, help="Seconds of rest before each case.")] = 0,
-    no_warmup: Annotated[bool, typer.Option("--no-warmup", help="Do not run each case once before.")] = False,
+    no_warmup: Annotated[bool, typer.Option("--no-warmup", help="Do not run each case once to warm up.")] = False,
     progress: Annotated[bool, typer.Option("--progress", help="Print on stderr which case runs.")] = False,
     output: Annotated[str, typer.Option("-o", "--output", help="Output format: csv, json, jsonl, md or sql.")] = "md",
     output_err: Annotated[str, typer.Option("-oe", "--output-err", help="A second output, to stderr.")] = "none",
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw speeds and a roofline to this file (default: none).")
+        Path | None, typer.Option("--plot", help="Plot speeds and a roofline to this file (default: none).")
     ] = None,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print also where the time went.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print also where the time is spent.")] = False,
     offline: o.OfflineOption = False,
     quiet: o.QuietOption = False,
     debug: o.DebugOption = False,
@@ -127,7 +138,7 @@ def bench(
     cases = make_cases(
         prompts=numbers(n_prompt or ["512"]),
         gens=numbers(n_gen or ["128"]),
-        pairs=[pair(text) for text in n_pg or []],
+        pairs=[prompt_and_gen(text) for text in n_pg or []],
         depths=numbers(n_depth or ["0"]),
         batches=numbers(batch or ["2048"], 1),
         ubatches=numbers(ubatch, 1) if ubatch else [0],
@@ -142,20 +153,20 @@ def bench(
     if hf_token:
         os.environ["HF_TOKEN"] = hf_token
     if flash_attn in ("0", "off"):
-        log("ignored: -fa off (attention never makes a matrix of scores here)")
-    chosen = sources(model, hf_repo, hf_file, synthetic, offline, quiet)
+        log("ignored: -fa off (flash attention is always on)")
+    models = sources(model, hf_repo, hf_file, synthetic, offline, quiet)
     options = BenchOptions(repetitions, delay, not no_warmup, precision, device)
     rows: list[Row] = []
     profiles: list[Profile] = []
     with interruptible() as check:
-        for source in chosen:
+        for source in models:
             status_line(f"{source}: preparing", quiet)
             probe = roofline_probe(source, profiles) if plot else None
             tick = counting(check, f"{source}: run", quiet)
             measured = measure(source, cases, options, tick, progress_line("loading", quiet, check), probe)
             for row in announced(measured, source, len(cases), progress):
                 status_line("", quiet)
-                for put, printer in printers:  # no header before an error of the first row
+                for put, printer in printers:  # the first row may raise an error, so the header waits for it
                     put(("" if rows else printer.header()) + printer.row(row))
                 rows.append(row)
                 if not quiet:
@@ -211,11 +222,11 @@ def roofline_probe(source: "Source", found: "list[Profile]") -> "Probe":
 
 def choice(value: str, known: Sequence[str], option: str) -> str:
     if value not in known:
-        raise Usage(f"{option} {value}: there is no such thing", f"choose {', '.join(known)}")
+        raise Usage(f"{option} does not take {value}", f"choose {', '.join(known)}")
     return value
 
 
-def pair(text: str) -> tuple[int, int]:
+def prompt_and_gen(text: str) -> tuple[int, int]:
     first, _, second = text.partition(",")
     if not (first.isdigit() and second.isdigit()):
         raise Usage(f"-pg {text}: it takes two numbers", "such as -pg 512,128")
@@ -223,7 +234,7 @@ def pair(text: str) -> tuple[int, int]:
 
 
 def split(texts: Names) -> list[str]:
-    return [part for text in texts or [] for part in text.split(",") if part]
+    return [value for text in texts or [] for value in text.split(",") if value]
 
 
 def kv_types(k: Names, v: Names) -> list[KvType | None]:
@@ -237,7 +248,7 @@ def kv_types(k: Names, v: Names) -> list[KvType | None]:
 
 
 def sources(model: Names, hf_repo: Names, hf_file: str, synthetic: Names, offline: bool, quiet: bool) -> "list[Source]":
-    """The synthetic models, then the files, which are fetched if they have to be. Without any it is smollm2."""
+    """The synthetic models, then the files, fetched if necessary. The default is smollm2."""
     from llamagpu.engine.synthetic import parse
     from llamagpu.hub.registry import resolve
 

@@ -1,4 +1,4 @@
-"""`llamagpu convert`: from a checkpoint to a quantised model, with a report of the error."""
+"""The `convert` command: quantises a checkpoint and reports the error."""
 
 import json
 import re
@@ -62,13 +62,13 @@ def convert(
         Effort | None,
         typer.Option(
             "--quality",
-            help="fast rounds, best searches the scale of every group (default: fast; best with --calibrate).",
+            help="fast: round to nearest; best: search the best scales (default: fast, with --calibrate best).",
         ),
     ] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
-            "--calibrate", help="Text that the model reads to find the weights that matter, for best (default: none)."
+            "--calibrate", help="Text that shows which weights matter most, for --quality best (default: none)."
         ),
     ] = None,
     evaluate: Annotated[
@@ -119,15 +119,15 @@ def convert(
         if calibrate:
             line = progress_line("calibrating", quiet, check)
             importance = measuring.calibrate(before, texts["calibrate"], line, device, context)
-        made = run(found, path, planned, best=best, importance=importance, threads=threads, progress=progress)
+        result = run(found, path, planned, best=best, importance=importance, threads=threads, progress=progress)
         if evaluate:
             paths = {"before": before, "after": path}
             if best:
                 paths["plain"] = undo.enter_context(temporary_model(path, PLAIN, found, planned, threads, progress))
             line = progress_line("evaluating", quiet, check)
             figures = measuring.compare(list(paths.values()), texts["eval"], line, device, context, most=chunks)
-            made.quality = dict(zip(paths, figures, strict=True))
-    write(json.dumps(report.as_json(made), indent=1) if as_json else "\n".join(report.lines(made)))
+            result.quality = dict(zip(paths, figures, strict=True))
+    write(json.dumps(report.as_json(result), indent=1) if as_json else "\n".join(report.lines(result)))
     write("\n")
 
 

@@ -1,4 +1,4 @@
-"""The `generate` command: encode the prompt, stream the text, sum up."""
+"""The `generate` command: encode the prompt, stream the text, print a summary."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def generate(
     seed: o.SeedOption = -1,
     stop: Annotated[
         list[str] | None,
-        typer.Option("--stop", "-r", "--reverse-prompt", help="End before this text; may be repeated."),
+        typer.Option("--stop", "-r", "--reverse-prompt", help="End before this text; may be repeated (default: none)."),
     ] = None,
     ignore_eos: Annotated[bool, o.option("--ignore-eos", help="Continue after the model's end token.")] = False,
     raw: Annotated[
@@ -97,7 +97,7 @@ def generate(
 
 
 def encode(llama: "Llama", text: str, system: str | None, raw: bool) -> list[int]:
-    """An instruct model gets its chat template. A base model, or --raw, gets the text as it is."""
+    """The prompt ids: with the chat template for an instruct model, without it for a base model or --raw."""
     if not raw and llama.tokenizer.chat_template is not None:
         return llama.encode_chat([*system_message(system), {"role": "user", "content": text}])
     if system:
@@ -123,7 +123,7 @@ def sampling(
 
 
 def stream(run: "Generation", check: Callable[[], None], shown: bool = True) -> None:
-    """Write tokens as they come, then one newline. Ctrl-C ends the generation."""
+    """Write each token as it is generated, then one newline. Ctrl-C ends the generation."""
     try:
         for token in run:
             if shown and token.text:
@@ -136,7 +136,7 @@ def stream(run: "Generation", check: Callable[[], None], shown: bool = True) -> 
 
 
 def result(run: "Generation") -> dict[str, object]:
-    """What --json prints."""
+    """The JSON object of --json."""
     t = run.timings
     timings = {
         "load_s": run.llama.load_times.total_s,
@@ -157,7 +157,7 @@ def result(run: "Generation") -> dict[str, object]:
 
 
 def summary(run: "Generation") -> str:
-    """One line of times and speeds, without those that were not measured."""
+    """One line with the measured times and speeds."""
     t = run.timings
     cached = f" ({t.cached_tokens} from the cache)" if t.cached_tokens else ""
     speed = f", {t.prefill_tps:.1f} tok/s" if t.prefill_s else ""
@@ -174,7 +174,7 @@ def summary(run: "Generation") -> str:
 
 
 def save_prompt(run: "Generation", path: Path, quiet: bool) -> None:
-    """Write the prompt cache if the whole prompt was read and the file lacks some of it.
+    """Save the prompt cache if the whole prompt was computed and the file does not hold all of it.
 
     The last token is computed in every run, so it is never from the cache.
     """

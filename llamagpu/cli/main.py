@@ -1,4 +1,4 @@
-"""The command line: arguments, messages, exit codes. `main` is where every error ends."""
+"""The command line: arguments, messages, exit codes. `main` catches and reports every error."""
 
 import os
 import sys

@@ -123,7 +123,10 @@ def devices(
         bool, o.option("--kernels", help="List the dispatches of the plans that run the model.")
     ] = False,
     wgsl: Annotated[
-        str, typer.Option("--wgsl", help="Print the composed WGSL of this dispatch of --kernels, such as 512.7.")
+        str,
+        typer.Option(
+            "--wgsl", help="Print the composed WGSL of this dispatch of --kernels, such as 512.7 (default: none)."
+        ),
     ] = "",
     model: o.ModelOption = "smollm2",
     hf_repo: o.HfOption = None,
@@ -137,7 +140,7 @@ def devices(
     quiet: o.QuietOption = False,
     debug: o.DebugOption = False,
 ) -> None:
-    """List the adapters with their features and limits, or with --kernels what a model runs on one of them."""
+    """List the adapters with their features and limits, or with --kernels the dispatches of a model on one of them."""
     from llamagpu import devices as d
 
     if not kernels and not wgsl:

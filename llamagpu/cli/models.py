@@ -19,7 +19,7 @@ models_app = typer.Typer(help="List, fetch and remove models by name.", rich_mar
 
 
 def find_model(model: str, hf_repo: str | None, offline: bool, quiet: bool = False) -> Path:
-    """The file that -m or -hf names. It is fetched if it has to be."""
+    """The file that -m or -hf names, fetched if necessary."""
     from llamagpu.hub.registry import resolve
 
     return resolve(f"hf:{hf_repo}" if hf_repo else model, progress=not quiet, offline=offline)

@@ -1,4 +1,4 @@
-"""What the commands read and write. stdout carries the result alone; everything else goes to stderr."""
+"""Input and output of the commands. stdout gets only the result; everything else goes to stderr."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ class Interrupted(LlamaGpuError):
 
 
 class PipeClosed(LlamaGpuError):
-    """Nobody reads stdout any more. The command ends without a message."""
+    """The reader of stdout has closed the pipe. The command ends without a message."""
 
     exit_code = 141  # as a shell shows a process that SIGPIPE ended
 
@@ -91,15 +91,15 @@ def read_text(prompt: str | None, file: str | None) -> str:
             reason = getattr(error, "strerror", None) or error
             raise LlamaGpuError(f"{file}: {reason}", "check the name of the file") from error
         return raw.decode("utf-8", "surrogateescape")
-    asked = prompt is not None or file is not None
-    raw = b"" if sys.stdin is None or (sys.stdin.isatty() and not asked) else sys.stdin.buffer.read()
-    if not raw and not asked:
+    explicit = prompt is not None or file is not None
+    raw = b"" if sys.stdin is None or (sys.stdin.isatty() and not explicit) else sys.stdin.buffer.read()
+    if not raw and not explicit:
         raise Usage("there is no text", "give it with -p TEXT or -f FILE, or pipe it in")
     return raw.decode("utf-8", "surrogateescape")
 
 
 def has_content(path: Path) -> bool:
-    """Whether there is something that must not be overwritten. An empty file, as mktemp makes it, may be."""
+    """Whether the file must not be overwritten. An empty file, as mktemp makes it, may be."""
     return path.exists() and not (path.is_file() and path.stat().st_size == 0)
 
 
@@ -112,10 +112,11 @@ def check_folder(path: Path) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
-    """Within the block Ctrl-C only sets a flag. The function that the block gets raises Interrupted if it is set.
+    """Within the block Ctrl-C only sets a flag. The yielded function raises Interrupted if the flag is set.
 
-    Python would raise KeyboardInterrupt anywhere. Raised in a callback of wgpu it is lost, and the wait for the
-    callback never ends. The second Ctrl-C ends the process from a thread: the main thread may wait for the GPU.
+    Python raises KeyboardInterrupt at any bytecode. In a callback of wgpu it would be lost, and the wait for the
+    callback would never end. The second Ctrl-C ends the process from a thread, because the main thread may be waiting
+    for the GPU.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as in a background job
         yield lambda: None

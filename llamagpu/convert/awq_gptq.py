@@ -17,7 +17,7 @@ from llamagpu.files.safetensors_file import Stored, widen
 from llamagpu.files.storage import Layout, PackedMatrix, Storage, take_rows
 
 GROUP = 32  # of the packed matrix; a group of the checkpoint is a multiple of it
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 outputs each nibble of a word is, from the lowest nibble
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of 8, that each nibble of a word belongs to, lowest nibble first
 GPTQ_ORDER = tuple(range(8))
 WORDS = ("I32", "U32")
 # The GGUF types that stand for the three layouts: an f16 scale; f16 scale and offset; f32 scale and offset. The last
@@ -58,7 +58,7 @@ class QuantisationConfig:
 
 @dataclass(frozen=True, slots=True)
 class QuantisedMatrix:
-    """A 4-bit matrix in a checkpoint. Nothing is read before it is asked for."""
+    """A 4-bit matrix in a checkpoint. Its arrays are read only when they are needed."""
 
     name: str  # in GGUF
     config: QuantisationConfig
@@ -104,7 +104,7 @@ class QuantisedMatrix:
         return AWQ_ORDER if self.config.method is Method.AWQ else GPTQ_ORDER
 
     def contiguous_groups(self) -> bool:
-        """Whether the columns of each group stand together: not so after GPTQ with act-order."""
+        """Whether the columns of each group are contiguous. After GPTQ with act-order they are not."""
         if self.group_index is None:
             return True
         return bool((self.group_index.read() == np.arange(self.shape[1]) // self.group).all())
@@ -141,7 +141,7 @@ class QuantisedMatrix:
         return packed if self.row_order is None else take_rows(packed, self.row_order)
 
     def q4_words(self) -> NDArray[np.uint8]:
-        """[n, k/2] as Storage.Q4 has them, rows in the order of the checkpoint."""
+        """[n, k/2] in the order of Storage.Q4, rows in the order of the checkpoint."""
         n, k = self.shape
         if self.config.method is Method.AWQ:
             nibbles = _unpack_nibbles(self.words, AWQ_ORDER)  # [k, n]
@@ -170,8 +170,8 @@ def _unpack_nibbles(stored: Stored, order: tuple[int, ...]) -> NDArray[np.uint8]
     """[r, c] words of 8 -> [r, 8c]; nibble i of a word is the word's value order[i]."""
     words = stored.read().view(np.uint32)
     out = np.empty((*words.shape, 8), np.uint8)
-    for i, place in enumerate(order):
-        out[..., place] = words >> np.uint32(4 * i) & 15
+    for i, position in enumerate(order):
+        out[..., position] = words >> np.uint32(4 * i) & 15
     return out.reshape(len(words), -1)
 
 

@@ -1,4 +1,4 @@
-"""Runs models for a conversion: the mean square of each linear's inputs, and the quality of the result."""
+"""Runs models for a conversion: measures the mean square of each linear's inputs, and the quality of the result."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,14 +25,14 @@ from llamagpu.perplexity import chunks_of
 
 CONTEXT = 512  # tokens in a chunk of a text, or the model's context if that is less
 CALIBRATION_TOKENS = 16384  # of the text, at most
-MIN_IMPORTANCE = 1e-3  # of the mean: an input that the text never used still counts a little
-# The tensors that a linear of a layer has as one matrix; other linears have one tensor of the same name.
+MIN_IMPORTANCE = 1e-3  # of the mean: inputs that are zero in the text still count a little
+# The tensors of the fused matrices of a layer; other linears have one tensor of the same name.
 FUSED_TENSORS = {"qkv": ("attn_q", "attn_k", "attn_v"), "gate_up": ("ffn_gate", "ffn_up")}
 Progress = Callable[[int, int], None]
 
 
 def check_texts(source: Source, texts: Iterable[str], device: str | None) -> int:
-    """The tokens in a chunk of text. Errors of a text or the device are raised before the work begins."""
+    """The tokens in a chunk of text. Errors of a text or of the device are raised here, before the work begins."""
     context = min(CONTEXT, source.config.context)
     tokenizer = Tokenizer.from_gguf(source.metadata)
     for text in texts:
@@ -67,7 +67,7 @@ def calibrate(
 
 
 def split_at_linears(dispatches: Sequence[Dispatch]) -> list[tuple[Plan, Dispatch]]:
-    """For each linear of a layer its first dispatch, and the plan of what runs before it and after the last one."""
+    """The first dispatch of each linear of a layer, with a plan of the dispatches between the linear before and it."""
     found: list[tuple[Plan, Dispatch]] = []
     before: list[Dispatch] = []
     seen = None
@@ -137,7 +137,10 @@ def statistics(base: NDArray[np.float32], logs: NDArray[np.float32], targets: ND
 
 
 def log_probs(engine: Engine, ids: list[int], rows: int) -> Iterator[tuple[range, NDArray[np.float32]]]:
-    """Positions and [positions, vocab] of the second half of ids but the last, at most `rows` ids at a time."""
+    """The positions of the second half of ids without the last, and their log-probabilities [positions, vocab].
+
+    At most `rows` ids are computed at a time.
+    """
     sequence = TokenSequence()
     scoring = engine.model.score_plan(engine.score_rows)
     logits_buffer = next(d.bindings["logits"] for d in scoring.dispatches if d.kernel == "log_prob")

@@ -56,7 +56,7 @@ class Report:
     seconds: float
     notes: list[str]
     tensors: list[Loss]
-    quality: "dict[str, Quality]" = field(default_factory=dict)  # before, after, and with plain rounding
+    quality: "dict[str, Quality]" = field(default_factory=dict)  # keys: before, after; plain, if best is measured too
 
     @property
     def weights(self) -> int:
@@ -92,7 +92,10 @@ def open_source(spec: str, progress: bool = True, offline: bool = False) -> Sour
 
 
 def plan(source: Source, to: str | None, keep_output: str = "q8_0", packed: bool = False) -> Plan:
-    """`to`: a key of TARGETS; "packed" keeps what is quantised already; None keeps AWQ and GPTQ exactly."""
+    """Plan the type of each tensor.
+
+    `to` is a key of TARGETS, "packed" (quantised tensors keep their types) or None (Q4_0; AWQ and GPTQ stay exact).
+    """
     notes: list[str] = []
     packed = packed or to == "packed"
     wanted = TARGETS.get(to or "")
@@ -128,7 +131,7 @@ def plan(source: Source, to: str | None, keep_output: str = "q8_0", packed: bool
 
 
 def tensor_type(tensor: Tensor, main: str, output: str, keep_raw: bool) -> str:
-    """The type of a tensor where the weights become `main`, and output and embeddings `output`."""
+    """The new type of a tensor: weights become `main`, the output matrix and the embeddings `output`."""
     if len(tensor.shape) == 1:
         return "F32"
     raw = tensor.raw.ggml_type if tensor.raw else "F16"
@@ -136,7 +139,7 @@ def tensor_type(tensor: Tensor, main: str, output: str, keep_raw: bool) -> str:
         return raw
     if tensor.name in OUTPUT_TENSORS and main not in ("Q8_0", "F16"):
         if raw not in FLOATS:
-            return raw  # quantised already: quantising it again would only lose
+            return raw  # quantised already: quantising it again would only add error
         main = output
     for ggml_type in (main, "Q8_0"):
         if tensor.shape[1] % BLOCKS[ggml_type][0] == 0:
@@ -145,7 +148,7 @@ def tensor_type(tensor: Tensor, main: str, output: str, keep_raw: bool) -> str:
 
 
 def original_plan(source: Source) -> Plan:
-    """The source with as little loss as a file that the engine loads can have."""
+    """The plan with the smallest error among the files that the engine loads."""
     types = {name: "F32" if len(tensor.shape) == 1 else "F16" for name, tensor in source.tensors.items()}
     exact = {matrix.name: matrix.exact_type() for matrix in source.quantised if matrix.contiguous_groups()}
     return Plan(types | exact, packed=bool(exact), notes=[])
@@ -190,7 +193,7 @@ def remove_stale(out: Path) -> None:
 def temporary_model(
     out: Path, purpose: str, source: Source, plan: Plan, threads: int = 0, progress: Progress = NO_PROGRESS
 ) -> Iterator[Path]:
-    """The source converted into a file beside `out`, which is deleted in the end."""
+    """Convert the source into a file beside `out`, and delete it when the block ends."""
     path = temporary_name(out, f"{purpose}{'.safetensors' if plan.packed else '.gguf'}")
     try:
         convert(source, path, plan, threads=threads, progress=progress)
@@ -201,7 +204,7 @@ def temporary_model(
 
 @contextmanager
 def original_model(source: Source, out: Path, threads: int = 0, progress: Progress = NO_PROGRESS) -> Iterator[Path]:
-    """The source as a file that the engine loads: a GGUF file is one already."""
+    """The source as a file that the engine loads. A GGUF source is such a file already."""
     if source.gguf:
         yield source.gguf.path
         return

@@ -18,14 +18,14 @@ ARRAY_TYPES = {dtype.str: GGUFValueType(number) for number, dtype in DTYPES.item
 
 
 class _HeaderWriter(GGUFWriter):
-    """Encodes numpy arrays at once and writes empty arrays: gguf takes neither."""
+    """Encodes whole numpy arrays and empty arrays, which gguf's writer does not accept."""
 
     def _pack_val(
         self, val: Any, vtype: GGUFValueType, add_vtype: bool, sub_type: GGUFValueType | None = None
     ) -> bytes:
         if vtype is not GGUFValueType.ARRAY:
             return bytes(super()._pack_val(val, vtype, add_vtype, sub_type))
-        if sub_type is GGUFValueType.STRING:  # 400,000 in a Llama 3 vocabulary: no call of super for each
+        if sub_type is GGUFValueType.STRING:  # 400,000 in a Llama 3 vocabulary: a call of super for each would be slow
             data = b"".join(struct.pack("<Q", len(raw)) + raw for raw in map(_utf8, val))
         else:
             data = val.tobytes()
@@ -33,9 +33,9 @@ class _HeaderWriter(GGUFWriter):
 
 
 def encode_header(metadata: Mapping[str, Any], tensors: Iterable[TensorInfo] = ()) -> bytes:
-    """Magic to the first tensor's data. The data of the tensors follow in order, each padded by `padding`."""
+    """The file up to the first tensor's data. The tensors' data must follow in order, each padded by `padding`."""
     architecture = Keys.General.ARCHITECTURE
-    writer = _HeaderWriter(None, metadata[architecture])  # which adds this key itself
+    writer = _HeaderWriter(None, metadata[architecture])  # the writer adds this key itself
     for key, value in metadata.items():
         if key != architecture:
             writer.add_key_value(key, *_typed(value))
@@ -64,7 +64,7 @@ def _utf8(text: str) -> bytes:
 
 
 def _typed(value: Any) -> tuple[Any, GGUFValueType, GGUFValueType | None]:
-    """A value with its type, and the type of its elements. llama.cpp wants u32 where it fits, and f32."""
+    """A value, its type, and the type of its elements. llama.cpp expects u32 where the value fits, and f32."""
     if isinstance(value, str):
         return _utf8(value), GGUFValueType.STRING, None
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""A Hugging Face folder: config.json as GGUF metadata, the tensors of its files by GGUF name, the tokenizer."""
+"""Reads a Hugging Face folder: config.json as GGUF metadata, the tensors by GGUF name, the tokenizer."""
 
 import math
 import re
@@ -29,7 +29,7 @@ HF_NAME = re.compile(
 )
 MAX_COUNT = 1 << 24  # of anything that config.json counts
 QUANTISED_ARRAYS = ("qweight", "qzeros", "scales", "g_idx")
-DERIVED = re.compile(r"rotary_emb\.inv_freq$|masked_bias$")  # follow from config.json
+DERIVED = re.compile(r"rotary_emb\.inv_freq$|masked_bias$")  # arrays that follow from config.json
 
 
 def from_folder(folder: Path, name: str = "") -> Source:
@@ -52,7 +52,7 @@ def from_folder(folder: Path, name: str = "") -> Source:
 
 @contextmanager
 def malformed_json(what: str) -> Iterator[None]:
-    """JSON may hold a list where a number should be, and so on: every error that follows is raised as BadFile."""
+    """Raise BadFile for the errors that values of a wrong type in a JSON file cause."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -84,25 +84,25 @@ def find_architecture(config: dict[str, Any]) -> Architecture:
 
 
 def read_metadata(config: dict[str, Any], record: Architecture, name: str) -> dict[str, Any]:
-    def whole(field: str, default: int | None = None) -> int:
+    def integer(field: str, default: int | None = None) -> int:
         value = default if config.get(field) is None else config[field]
         if type(value) is not int or not 1 <= value <= MAX_COUNT:
             cause = f"config.json: {field} is {shown(value)}, not a number from 1 to {MAX_COUNT}"
             raise BadFile(cause, REMEDY_REFETCH)
         return value
 
-    heads = whole("num_attention_heads")
-    head_dim = whole("head_dim", whole("hidden_size") // heads)
+    heads = integer("num_attention_heads")
+    head_dim = integer("head_dim", integer("hidden_size") // heads)
     keys: dict[str, Any] = {
         Keys.General.ARCHITECTURE: record.name,
         Keys.General.TYPE: "model",
         Keys.General.NAME: name,
-        Keys.LLM.BLOCK_COUNT: whole("num_hidden_layers"),
-        Keys.LLM.CONTEXT_LENGTH: whole("max_position_embeddings"),
-        Keys.LLM.EMBEDDING_LENGTH: whole("hidden_size"),
-        Keys.LLM.FEED_FORWARD_LENGTH: whole("intermediate_size"),
+        Keys.LLM.BLOCK_COUNT: integer("num_hidden_layers"),
+        Keys.LLM.CONTEXT_LENGTH: integer("max_position_embeddings"),
+        Keys.LLM.EMBEDDING_LENGTH: integer("hidden_size"),
+        Keys.LLM.FEED_FORWARD_LENGTH: integer("intermediate_size"),
         Keys.Attention.HEAD_COUNT: heads,
-        Keys.Attention.HEAD_COUNT_KV: whole("num_key_value_heads", heads),
+        Keys.Attention.HEAD_COUNT_KV: integer("num_key_value_heads", heads),
         Keys.Attention.LAYERNORM_RMS_EPS: real(config, "rms_norm_eps"),
         Keys.Attention.KEY_LENGTH: head_dim,
         Keys.Attention.VALUE_LENGTH: head_dim,
@@ -110,7 +110,7 @@ def read_metadata(config: dict[str, Any], record: Architecture, name: str) -> di
         **rope_keys(config),
     }
     if record.sliding_window and config.get("sliding_window"):
-        keys[Keys.Attention.SLIDING_WINDOW] = whole("sliding_window")
+        keys[Keys.Attention.SLIDING_WINDOW] = integer("sliding_window")
     return {metadata_key(template, record): value for template, value in keys.items()}
 
 
@@ -143,15 +143,15 @@ def rope_keys(config: dict[str, Any]) -> dict[str, Any]:
         return keys
     trained = config["max_position_embeddings"]
     keys[Keys.Rope.SCALING_ORIG_CTX_LEN] = int(real(rope, "original_max_position_embeddings", trained))
-    if rope.get("attention_factor") is not None:  # GGUF's is relative to the factor that yarn has by default
-        usual = 1 + 0.1 * math.log(factor)
-        keys[Keys.Rope.SCALING_ATTN_FACTOR] = real(rope, "attention_factor") / usual
+    if rope.get("attention_factor") is not None:  # in GGUF it is relative to yarn's default factor
+        default = 1 + 0.1 * math.log(factor)
+        keys[Keys.Rope.SCALING_ATTN_FACTOR] = real(rope, "attention_factor") / default
     betas = {"beta_fast": Keys.Rope.SCALING_YARN_BETA_FAST, "beta_slow": Keys.Rope.SCALING_YARN_BETA_SLOW}
     return keys | {gguf: real(rope, field) for field, gguf in betas.items() if rope.get(field) is not None}
 
 
 def rope_factors(config: dict[str, Any], dims: int) -> NDArray[np.float32] | None:
-    """llama3 scaling: the divisor of each frequency. `factor` for low ones, 1 for high ones, a ramp between."""
+    """llama3 scaling: the divisor of each frequency: `factor` for low frequencies, 1 for high ones, a ramp between."""
     scaling, rope = rope_scaling(config)
     if scaling != "llama3":
         return None
@@ -198,17 +198,17 @@ def name_tensors(
         if DERIVED.search(name):
             continue
         prefix, _, suffix = name.rpartition(".")
-        place = gguf_name(names, prefix)
-        if place == "output" and tied:
+        base = gguf_name(names, prefix)
+        if base == "output" and tied:
             continue
         known = suffix in ("weight", "bias") or (quantisation and suffix in QUANTISED_ARRAYS)
-        if place is None or not known:
+        if base is None or not known:
             raise Unsupported(f"tensor {shown(name)} has no place in a {record.name} model", REMEDY_ARCHITECTURE)
         if suffix in ("weight", "bias"):
-            tensor = float_tensor(f"{place}.{suffix}", array, row_order(place, array.shape[:1], record, metadata))
+            tensor = float_tensor(f"{base}.{suffix}", array, row_order(base, array.shape[:1], record, metadata))
         elif suffix == "qweight" and quantisation:
-            matrix = QuantisedMatrix.find(f"{place}.weight", prefix, stored, quantisation)
-            tensor = quantised_tensor(replace(matrix, row_order=row_order(place, matrix.shape[:1], record, metadata)))
+            matrix = QuantisedMatrix.find(f"{base}.weight", prefix, stored, quantisation)
+            tensor = quantised_tensor(replace(matrix, row_order=row_order(base, matrix.shape[:1], record, metadata)))
         else:
             continue  # QuantisedMatrix reads it
         if tensor.name in found:
@@ -225,13 +225,13 @@ def name_tensors(
 
 
 def name_map(record: Architecture) -> TensorNameMap:
-    """gguf's map of tensor names for one layer: `gguf_name` puts the number in, which a file may give any size."""
+    """gguf's map of tensor names, for one layer only: a file may give layers any number, so `gguf_name` inserts it."""
     arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == record.name)
     return get_tensor_name_map(arch, 1)
 
 
 def gguf_name(names: TensorNameMap, prefix: str) -> str | None:
-    """model.layers.3.mlp.up_proj -> blk.3.ffn_up; None where a tensor has no place."""
+    """model.layers.3.mlp.up_proj -> blk.3.ffn_up; None for a tensor that GGUF does not have."""
     match = HF_NAME.fullmatch(prefix)
     if match is None:
         return None
@@ -242,15 +242,16 @@ def gguf_name(names: TensorNameMap, prefix: str) -> str | None:
 
 
 def row_order(
-    place: str, n: tuple[int, ...], record: Architecture, metadata: dict[str, Any]
+    base: str, n: tuple[int, ...], record: Architecture, metadata: dict[str, Any]
 ) -> NDArray[np.int64] | None:
-    """The GGUF order of the rows of q and k; None: they stay as they are.
+    """The GGUF order of the rows of q and k. None: the rows stay in their order.
 
-    Hugging Face pairs the rows of RoPE half a head apart. GGUF does so too for a NeoX architecture, else it has the
-    pairs side by side. None also where there are not as many rows, `n`: the shape is refused later.
+    In Hugging Face's order the rows of a RoPE pair are half a head apart. GGUF keeps this order for NeoX architectures;
+    for others the rows of a pair are neighbours. None also if the number of rows `n` is wrong: `check_tensors` refuses
+    the shape.
     """
     counts = {"attn_q": Keys.Attention.HEAD_COUNT, "attn_k": Keys.Attention.HEAD_COUNT_KV}
-    count = counts.get(place.rpartition(".")[2])
+    count = counts.get(base.rpartition(".")[2])
     if count is None or record.neox:
         return None
     wanted = (count, Keys.Attention.KEY_LENGTH, Keys.Rope.DIMENSION_COUNT)
@@ -263,10 +264,10 @@ def quantised_tensor(matrix: QuantisedMatrix) -> Tensor:
 
 
 def in_layer_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Embedding, layers, output: the order in which they are used."""
+    """Sort by use: embedding, layers, output."""
 
-    def place(name: str) -> tuple[int, str]:
+    def sort_key(name: str) -> tuple[int, str]:
         layer = re.match(r"blk\.(\d+)\.", name)
         return (int(layer[1]), name) if layer else (-1 if name.startswith(("token", "rope")) else 1 << 30, name)
 
-    return {name: tensors[name] for name in sorted(tensors, key=place)}
+    return {name: tensors[name] for name in sorted(tensors, key=sort_key)}

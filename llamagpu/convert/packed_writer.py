@@ -15,14 +15,14 @@ DTYPE_NAMES = {np.dtype(numpy).str: name for name, numpy in DTYPES.items() if na
 
 
 class PackedWriter:
-    """Writes arrays one after the other behind space for the header, which is written last."""
+    """Reserves space for the header, writes the arrays after it, and writes the header last."""
 
     def __init__(
         self, file: BinaryIO, metadata: dict[str, Any], tensors: dict[str, tuple[str, tuple[int, ...]]]
     ) -> None:
         self.file, self.entries = file, dict[str, dict[str, Any]]()
         self.notes = {"format": FORMAT, "tensors": json.dumps(tensors)}
-        # An entry takes 130 bytes; a tensor gives at most three: words, scales, bias. The data begin at a page.
+        # A tensor has at most three entries (words, scales, bias) of 130 bytes each. The data begin at a page boundary.
         self.header_bytes = -(-(1000 + len(json.dumps(self.notes)) + 400 * len(tensors)) // 4096) * 4096
         self.position = 0
         file.write(bytes(self.header_bytes))
@@ -39,7 +39,7 @@ class PackedWriter:
         for i, matrix in enumerate(loaded.matrices):
             self.put(f"{label}.{i}.words", matrix.words)
             if matrix.scales is not None:
-                # The type of super-blocks tells the reader whether there are offsets: U8 with, I8 without.
+                # The dtype tells the reader whether super-blocks have offsets: U8 with offsets, I8 without.
                 signed = matrix.layout.scale_bits == 8 and not matrix.layout.has_offset
                 self.put(f"{label}.{i}.scales", matrix.scales.view(np.int8) if signed else matrix.scales)
         if loaded.bias is not None:

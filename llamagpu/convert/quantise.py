@@ -35,7 +35,7 @@ def quantise(
     if best and ggml_type in SEARCH:
         q, scale, offset = SEARCH[ggml_type](groups, error_weights(groups, importance))
     else:
-        q, scale, offset = PLAIN[ggml_type](groups)
+        q, scale, offset = ROUND_TO_NEAREST[ggml_type](groups)
     blocks = encode_blocks(ggml_type, q, scale, offset)
     return blocks.reshape(len(x), -1), sum_of_squares(q * scale + offset - groups)
 
@@ -103,7 +103,7 @@ def _q8_0(x: Floats) -> Groups:
     return q, _to_f16(d), np.zeros_like(d)
 
 
-PLAIN: dict[str, Callable[[Floats], Groups]] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0}
+ROUND_TO_NEAREST: dict[str, Callable[[Floats], Groups]] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0}
 
 
 def _sum(a: Floats, b: Floats) -> Floats:

@@ -1,4 +1,4 @@
-"""What can be converted, in one form: GGUF metadata, and tensors by GGUF name that give rows of floats."""
+"""The source of a conversion: GGUF metadata, and tensors by GGUF name whose rows are read as floats."""
 
 import struct
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from llamagpu.files.repack import to_f32
 from llamagpu.files.safetensors_file import Stored, widen
 
 Rows = Callable[[int, int], NDArray[np.float32]]  # start, stop -> [stop - start, k]
-FILE_KEYS = (Keys.General.FILE_TYPE, Keys.General.QUANTIZATION_VERSION, Keys.General.ALIGNMENT)  # not of the model
+# Metadata about the file, not the model
+FILE_KEYS = (Keys.General.FILE_TYPE, Keys.General.QUANTIZATION_VERSION, Keys.General.ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     nbytes: int  # in the source
-    open: Callable[[], Rows]  # a vector is one row
+    open: Callable[[], Rows]  # a vector has one row
     raw: RawTensor | None = None  # in a GGUF source
     quantised: QuantisedMatrix | None = None  # in an AWQ or GPTQ source
 
@@ -41,12 +42,12 @@ class Source:
     name: str  # of the model
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
-    files: list[Path]  # that hold them
+    files: list[Path]  # that hold the tensors
     gguf: GgufFile | None = None  # the source itself, if it is one
     config: ModelConfig = field(init=False)
 
     def __post_init__(self) -> None:
-        """Refuse a model that is not complete: see `check_tensors`."""
+        """Refuse an incomplete model (see `check_tensors`)."""
         empty = np.zeros(0, np.uint8)
         shapes = {t.name: t.raw or RawTensor(t.name, "F16", t.shape, empty) for t in self.tensors.values()}
         self.config = ModelConfig.from_gguf(self.metadata, shapes)
@@ -115,7 +116,7 @@ def gguf_tensor(raw: RawTensor) -> Tensor:
     return Tensor(raw.name, raw.shape, raw.data.size, lambda: rows, raw=raw)
 
 
-# llama2.c: seven numbers, then f32 arrays. All layers of one tensor stand together; q and k have GGUF's row order.
+# llama2.c: seven numbers, then f32 arrays. One array holds a tensor of all layers; q and k have GGUF's row order.
 LLAMA2C_ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
 LLAMA2C_TENSORS = (*LLAMA2C_ATTENTION, "ffn_norm", "ffn_gate", "ffn_down", "ffn_up")
 

@@ -1,6 +1,6 @@
 """A checkpoint's tokenizer as GGUF metadata: tokenizer.json (BPE), tokenizer.model (SentencePiece), llama2.c's file.
 
-What tokenizer.json gives is tried on a text: the ids must be those of the original tokenizer.
+A vocabulary from tokenizer.json is checked on a text: it must give the ids of the original tokenizer.
 """
 
 import json
@@ -18,9 +18,9 @@ from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
 from llamagpu.files.gguf_file import shown
 from llamagpu.files.tokenizer import PATTERNS, SPACE, WHOLE_WORD_FIRST, Tokenizer
 
-LAST_SCORE = -1000.0  # of a token that SentencePiece must not build from pieces before any other
-# Values of tokenizer.ggml.pre that llama.cpp knows too, the usual ones first: those that leave a word whole which is
-# a token, and the others.
+LAST_SCORE = -1000.0  # of a token without a score: SentencePiece merges it after all others
+# Values of tokenizer.ggml.pre that llama.cpp has too, the common ones first. WHOLE_WORD_PRE are those that do not merge
+# a word which is a token (ignore_merges).
 WHOLE_WORD_PRE = ("llama-bpe", "tekken", *sorted(WHOLE_WORD_FIRST))
 OTHER_PRE = ("smollm", "gpt-2", "qwen2", "dbrx", "gpt-4o", *sorted(PATTERNS))
 SPECIAL_IDS = {
@@ -30,7 +30,7 @@ SPECIAL_IDS = {
     "pad": Keys.Tokenizer.PAD_ID,
 }
 REMEDY_REFETCH_IT = "Fetch it again."
-# Everything that the patterns treat differently: digits, cases, contractions, blanks, line ends, marks, scripts.
+# A text with everything that the patterns distinguish: digits, case, contractions, whitespace, marks, scripts.
 CHECK = (
     "The quick brown fox: 1 22 333 4444 55555, 3.14159e-10 and 0x7fFF!\n\n\n"
     "  Indented\ttabs\t\t and   blanks  \r\n"
@@ -52,7 +52,7 @@ class Vocabulary:
 
     size: int
     tokens: list[str] = field(init=False)
-    types: list[int] = field(init=False)  # TokenType, or what a SentencePiece model has instead
+    types: list[int] = field(init=False)  # TokenType; SentencePiece models use the same numbers
     scores: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,11 +63,11 @@ class Vocabulary:
     def put(self, id: object, text: object, type: int, score: float = LAST_SCORE) -> None:
         if not isinstance(id, int) or not isinstance(text, str) or id < 0:
             raise BadFile(f"tokenizer: {shown(text)} has the id {shown(id)}", "Fetch the tokenizer again.")
-        if id < self.size:  # some tokenizers name tokens that the model has no row for
+        if id < self.size:  # some tokenizers have tokens without a row in the embedding table
             self.tokens[id], self.types[id], self.scores[id] = text, type, score
 
     def add(self, id: object, text: object, special: bool) -> None:
-        """A token that was added later. The special tokens of a SentencePiece model stay as they are."""
+        """Put a token of added_tokens. The special tokens of a SentencePiece model keep their types."""
         fixed = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.BYTE)
         if isinstance(id, int) and 0 <= id < self.size and self.types[id] in fixed:
             return
@@ -163,8 +163,10 @@ def bpe(path: Path, size: int) -> dict[str, Any]:
 
 
 def restore_scores(vocab: Vocabulary, unknown: str | None, merges: list[str]) -> None:
-    """Undo the rewriting of a SentencePiece vocabulary as BPE: the earlier a merge makes a token, the higher its
-    score."""
+    """Give the tokens of a SentencePiece vocabulary that is stored as BPE their scores and types.
+
+    The earlier a merge creates a token, the higher is its score.
+    """
     ids = {text: id for id, text in enumerate(vocab.tokens)}
     for rank in range(len(merges) - 1, -1, -1):
         if (id := ids.get(merges[rank].replace(" ", ""))) is not None:
@@ -181,13 +183,13 @@ def match_original(path: Path, data: dict[str, Any], found: dict[str, Any]) -> d
     try:
         original = Original.from_file(str(path))
         wanted = original.encode(CHECK, add_special_tokens=False).ids
-        whole, bare = original.encode("a").ids, original.encode("a", add_special_tokens=False).ids
+        with_special, without_special = original.encode("a").ids, original.encode("a", add_special_tokens=False).ids
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # plain Exceptions, and panics of its Rust code, which are not Exceptions
+    except BaseException as error:  # also panics of its Rust code, which are not Exceptions
         raise BadFile(f"{path}: {shown(str(error))}", REMEDY_REFETCH_IT) from error
-    found[Keys.Tokenizer.ADD_BOS] = whole[:1] != bare[:1]
-    found[Keys.Tokenizer.ADD_EOS] = whole[-1:] != bare[-1:]
+    found[Keys.Tokenizer.ADD_BOS] = with_special[:1] != without_special[:1]
+    found[Keys.Tokenizer.ADD_EOS] = with_special[-1:] != without_special[-1:]
     if found[Keys.Tokenizer.MODEL] == "llama":
         candidates: list[dict[str, Any]] = [{Keys.Tokenizer.ADD_PREFIX: prefix} for prefix in (True, False)]
     else:
@@ -198,14 +200,14 @@ def match_original(path: Path, data: dict[str, Any], found: dict[str, Any]) -> d
             if Tokenizer.from_gguf(found | candidate).encode(CHECK, bos=False) == wanted:
                 return found | candidate
         except LlamaGpuError:
-            continue  # with this pattern a merge makes a text that is not a token
+            continue  # with this pattern a merge gives a text that is not a token
     raise Unsupported(
-        f"{path}: a way of splitting text that is not known here",
+        f"{path}: its pre-tokenizer is not supported",
         f"Those of Llama 1-3, Mistral, Qwen2, SmolLM and {len(PATTERNS) - 5} others work.",
     )
 
 
-# SentencePiece: a protobuf message with a few fields that matter
+# SentencePiece models are protobuf messages. Only a few of their fields are read.
 
 
 def sentencepiece(folder: Path, size: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -236,42 +238,43 @@ def sentencepiece(folder: Path, size: int, settings: dict[str, Any]) -> dict[str
 
 
 def fields(raw: bytes) -> Iterator[tuple[int, Any]]:
-    """(field number, value) of a protobuf message: whole numbers, and bytes for everything else."""
-    at = 0
+    """(field number, value) of a protobuf message: varints as int, all other types as bytes."""
+    offset = 0
 
-    def whole() -> int:
-        nonlocal at
+    def varint() -> int:
+        nonlocal offset
         value = shift = 0
         while True:
-            byte = raw[at]
-            at += 1
+            byte = raw[offset]
+            offset += 1
             value |= (byte & 0x7F) << shift
             shift += 7
             if byte < 0x80:
                 return value
 
-    while at < len(raw):
-        key = whole()
+    while offset < len(raw):
+        key = varint()
         if key & 7 == 0:
-            yield key >> 3, whole()
+            yield key >> 3, varint()
             continue
-        size = {1: 8, 5: 4}.get(key & 7) or (whole() if key & 7 == 2 else len(raw) + 1)
-        at += size
-        if at > len(raw):
+        size = {1: 8, 5: 4}.get(key & 7) or (varint() if key & 7 == 2 else len(raw) + 1)
+        offset += size
+        if offset > len(raw):
             raise ValueError(f"field {key >> 3} is cut short")
-        yield key >> 3, raw[at - size : at]
+        yield key >> 3, raw[offset - size : offset]
 
 
 def llama2c(path: Path, size: int) -> dict[str, Any]:
-    """tokenizer.bin: the longest length, then per token a score, a length, the text with spaces for U+2581."""
+    """Read tokenizer.bin: the longest length, then for each token its score, its length and its text, with spaces for
+    U+2581."""
     vocab = Vocabulary(size)
     try:
-        raw, at = path.read_bytes(), 4
+        raw, offset = path.read_bytes(), 4
         for id in range(size):
-            score, length = struct.unpack_from("<fi", raw, at)
-            text = raw[at + 8 : at + 8 + length].decode("utf-8", "replace").replace(" ", SPACE)
-            at += 8 + length
-            if length < 0 or at > len(raw):
+            score, length = struct.unpack_from("<fi", raw, offset)
+            text = raw[offset + 8 : offset + 8 + length].decode("utf-8", "replace").replace(" ", SPACE)
+            offset += 8 + length
+            if length < 0 or offset > len(raw):
                 raise ValueError(f"token {id} is cut short")
             vocab.put(id, text, TokenType.NORMAL, score)
     except FileNotFoundError:

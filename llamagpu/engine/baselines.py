@@ -1,4 +1,4 @@
-"""The naive kernels that the specialised ones are measured against. No route selects them where tiles pay."""
+"""Naive kernels, the baselines of the specialised ones. Routes select them only where tiles do not pay."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ KERNELS = {"linear_gemm_rows", "attend_strided", "rms_norm_plain", "mul", "copy"
 def norm_then_mul(
     ops: Ops, x: Buffer, weight: Buffer, normed: Buffer, y: Buffer, width: int, eps: float
 ) -> list[Dispatch]:
-    """x / rms(x) into `normed`, then times the weight into y. rms_norm does both in one dispatch."""
+    """Two dispatches: normed = x / rms(x), then y = normed * weight. rms_norm does both in one."""
 
     def grid(rows: int, position: int) -> Grid:
         return rows, 1, 1

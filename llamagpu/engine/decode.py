@@ -1,4 +1,4 @@
-"""The decode loop: tokens that the device samples and feeds to itself, read back several submissions behind."""
+"""The decode loop: the device samples tokens and feeds them back; the host reads them a few submissions later."""
 
 import time
 from collections import deque
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from llamagpu.engine.engine import Engine
 
 MAX_TOKENS_PER_SUBMIT = 8
-SUBMISSIONS_IN_FLIGHT = 3  # one runs, one waits for it, one is being submitted
-SUBMIT_S = 0.015  # a submission lasts no longer: text should appear within 50 ms
+SUBMISSIONS_IN_FLIGHT = 3  # one runs, one is queued, one is being submitted
+SUBMIT_S = 0.015  # longest time of a submission: text should appear within 50 ms
 BARRIER_TIMED_OUT = "workgroups that wait for each other did not run at the same time"
 REMEDY_UNFUSED = "set LLAMAGPU_FUSED=0"
 
@@ -24,12 +24,12 @@ REMEDY_UNFUSED = "set LLAMAGPU_FUSED=0"
 def decode(engine: "Engine", sequence: Sequence, greedy: bool, most: int | None = None) -> Iterator[int]:
     """Continue the sequence with at most `most` tokens, until the context is full.
 
-    While the consumer gets the tokens of one submission, the next ones run or wait. When the consumer stops, the steps
-    ahead of it are dropped: the sequence holds what was yielded, less the last token.
+    While the consumer reads the tokens of one submission, the next ones run or are queued. When the consumer stops,
+    tokens that it has not read are dropped: the sequence holds the yielded tokens except the last one.
     """
     model, cache, recorder = engine.model, engine.cache, engine.recorder
     sample = model.sample_plan(greedy)
-    # the first token is sampled from the logits that are there, of the last row
+    # the first token is sampled from the present logits, those of the last row
     model.step.write([Segment(sequence.slot, len(sequence) - 1, sequence.ids[-1:])], cache.capacity, cache.slots)
     pending: deque[tuple[Pending, int]] = deque()
     pending.append((recorder.submit([Step(sample)], model.sampler.ring), 1))
@@ -49,7 +49,7 @@ def decode(engine: "Engine", sequence: Sequence, greedy: bool, most: int | None 
                 pending.append((recorder.submit(steps, model.sampler.ring, ahead=True), count))
                 ahead += count
             if not pending:
-                sequence.truncate(ahead)  # the last token has not been put in
+                sequence.truncate(ahead)  # the last token was sampled, but no step has processed it
                 return
             result, count = pending.popleft()
             ring = result.wait()

@@ -1,4 +1,4 @@
-"""Sampling on the device: its parameters by sequence, and the ring of sampled tokens that the host reads back."""
+"""Sampling on the device: parameters for each sequence, and rings of sampled tokens that the host reads back."""
 
 from collections.abc import Sequence as Items
 
@@ -13,7 +13,7 @@ from llamagpu.gpu.buffers import Bindable, Buffer, BufferRange
 from llamagpu.gpu.device import Dispatch, Gpu
 
 RING = 64  # sampled tokens that the device keeps: more than all submissions in flight produce
-MAX_RECENT = 256  # tokens that a repetition penalty on the device looks back
+MAX_RECENT = 256  # longest window of the repetition penalty on the device
 RING_WORDS = RING + MAX_RECENT  # of one sequence: sampled tokens, then the recent ones
 SETTING_WORDS = 8  # struct Sampling
 BARRIER_WORDS = 4  # arrivals, timed_out, spin_limit, unused
@@ -21,7 +21,7 @@ NO_TOKEN = 0xFFFFFFFF
 
 
 class DeviceSampler:
-    """The buffers of the kernels `greedy` and `sample`, with room for `slots` sequences."""
+    """The buffers of the kernels `greedy` and `sample`, for `slots` sequences."""
 
     def __init__(self, gpu: Gpu, slots: int) -> None:
         self.gpu, self.slots = gpu, slots
@@ -35,12 +35,12 @@ class DeviceSampler:
 
     @property
     def ring_words(self) -> int:
-        """From one sequence's ring to the next."""
+        """Words from one sequence's ring to the next."""
         return RING_WORDS
 
     @property
     def timed_out_word(self) -> int:
-        """Where the words of `ring` say that a grid barrier has timed out."""
+        """Index of the word of `ring` that tells whether a grid barrier has timed out."""
         return self.slots * RING_WORDS + 1
 
     def configure(self, slot: int, sampling: Sampling, prompt: Items[int]) -> None:
@@ -48,7 +48,7 @@ class DeviceSampler:
         s = sampling
         seed = np.random.default_rng().integers(1 << 32) if s.seed is None else s.seed
         last_n = s.repeat_last_n if s.repeat_penalty != 1.0 else 0
-        cold = s.temperature <= 0  # the likeliest after the penalty
+        cold = s.temperature <= 0  # take the likeliest token after the penalty
         floats = np.array([1.0 if cold else s.temperature, s.top_p, s.min_p, s.repeat_penalty], np.float32)
         integers = np.array([1 if cold else s.top_k, int(seed) & 0xFFFFFFFF, last_n, 0], np.uint32)
         words = np.concatenate([floats.view(np.uint32), integers])
@@ -68,9 +68,9 @@ class DeviceSampler:
         table: Matrix | None,
         x: Bindable | None,
     ) -> Dispatch:
-        """`buffers`: logits and candidates, each of `candidates` the largest of `candidate_rows` logits.
+        """`buffers`: logits and candidates. Each of the `candidates` is the largest of `candidate_rows` logits.
 
-        The embedding of the token goes from `table` to x, where the kernel can read it.
+        The kernel copies the embedding of the token from `table` to x, if it can read the table.
         """
         logits, found = buffers
         consts: Consts = {"CANDIDATES": candidates, "RING": RING, "RING_WORDS": RING_WORDS}
@@ -86,5 +86,5 @@ class DeviceSampler:
 
 
 def samples_on_device(sampling: Sampling) -> bool:
-    """Whether the kernel can apply these parameters; the model must agree with top_k."""
+    """Whether the kernel can apply these parameters. Model.samples_on_device checks top_k."""
     return sampling.repeat_penalty == 1.0 or sampling.repeat_last_n <= MAX_RECENT

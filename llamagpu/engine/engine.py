@@ -23,7 +23,7 @@ from llamagpu.files.config import ModelConfig
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 
-LOGIT_BYTES = 64 << 20  # of logits when every row has them
+LOGIT_BYTES = 64 << 20  # most bytes of logits when every row has them
 Progress = Callable[[int, int], None]
 
 
@@ -43,7 +43,7 @@ class Engine:
         self.gpu, self.config, self.weights, self.settings = gpu, config, weights, settings
         self.freq_factors = freq_factors
         self.recorder = Recorder(gpu)
-        self.tokens_per_submit = 1  # as many as took SUBMIT_S in the last text
+        self.tokens_per_submit = 1  # tokens that took SUBMIT_S in the last generation
         self.cache, self.model = self._build(freq_factors)
         if probe and isinstance(self.model, BufferModel) and self.model.fused_decode:
             self.model.step.write([Segment(0, 0, [0])], self.cache.capacity, self.cache.slots)
@@ -60,14 +60,14 @@ class Engine:
         return cache, BufferModel(gpu, config, weights, cache, settings)
 
     def free(self) -> None:
-        """Free model and cache; the weights are the caller's."""
+        """Free model and cache; the caller owns the weights."""
         self.model.free()
         self.gpu.free(*self.cache.resources(), self.cache.rope)
 
     # Prefill
 
     def reserve(self, sequence: Sequence, tokens: int) -> None:
-        """Make room for `tokens` more; refuse what the context does not hold."""
+        """Reserve positions for `tokens` more. More than the context holds is refused."""
         wanted, context = len(sequence) + tokens, self.settings.context
         if wanted > context:
             raise DoesNotFit(
@@ -77,14 +77,14 @@ class Engine:
         self.cache.reserve(wanted)
 
     def prefill(self, sequence: Sequence, ids: Items[int], progress: Progress | None = None) -> None:
-        """Append ids to the sequence; afterwards the logits are those of the last of them."""
+        """Append ids to the sequence and compute the logits of the last one."""
         self.reserve(sequence, len(ids))
         chunk = self.model.chunk
         for start in range(0, len(ids), chunk):
             piece = ids[start : start + chunk]
             self.run(self.model.plan(len(piece), len(sequence)), sequence, piece)
             if progress:
-                # wait, so that the progress is true and Ctrl-C acts between chunks
+                # wait, so that the progress is accurate and Ctrl-C acts between chunks
                 self.gpu.read(self.model.step.buffer, np.uint32, 1)
                 progress(start + len(piece), len(ids))
 
@@ -97,17 +97,17 @@ class Engine:
         sequence.ids += ids
 
     def read_logits(self) -> NDArray[np.float32]:
-        """[vocab] of the last row."""
+        """The logits [vocab] of the last row."""
         self.check_barrier()
         return self.gpu.read(self.model.logits, np.float32, self.config.vocab)
 
     def check_barrier(self) -> None:
-        """What fused decode computes is wrong once a grid barrier has timed out."""
+        """Raise if a grid barrier has timed out: the results of fused decode are wrong then."""
         if self.model.barrier and timed_out(self.gpu, self.model.barrier):
             raise DeviceLost(BARRIER_TIMED_OUT, REMEDY_UNFUSED)
 
     def log_probs(self, sequence: Sequence, ids: Items[int]) -> NDArray[np.float32]:
-        """Append ids; for each but the last, the log probability that the model gave to the id after it."""
+        """Append ids. Return, for each but the last, the log probability of the id after it."""
         self.reserve(sequence, len(ids))
         rows = self.score_rows
         scores = []
@@ -122,7 +122,7 @@ class Engine:
 
     @property
     def score_rows(self) -> int:
-        """Rows that `log_probs` takes at once: their logits fit LOGIT_BYTES, whatever the chunk."""
+        """Rows of one step of `log_probs`: their logits fit LOGIT_BYTES, whatever the chunk."""
         return max(1, min(self.model.chunk, LOGIT_BYTES // (4 * self.config.vocab)))
 
     # Decode
@@ -142,10 +142,10 @@ class Engine:
         top_k = 1 if sampling.temperature <= 0 else sampling.top_k
         return device_sampler.samples_on_device(sampling) and self.model.samples_on_device(top_k)
 
-    def sample_on_host(self, sequence: Sequence, choose: Callable[[NDArray[np.float32]], int]) -> Iterator[int]:
-        """Continue the sequence with tokens that the host chooses from the logits, until the context is full."""
+    def sample_on_host(self, sequence: Sequence, sample: Callable[[NDArray[np.float32]], int]) -> Iterator[int]:
+        """Continue the sequence with tokens that `sample` takes from the logits, until the context is full."""
         while True:
-            token = choose(self.read_logits())
+            token = sample(self.read_logits())
             yield token
             if len(sequence) == self.settings.context:
                 return

@@ -1,8 +1,8 @@
-"""Fused decode: all layers of one token row in one persistent kernel (gpu/fuse.py), or as few as bindings allow.
+"""Fused decode: all layers of one token row in one persistent kernel (gpu/fuse.py), or in as few as bindings allow.
 
-Weights of one type lie in slabs (engine/slabs.py), the KV cache and the inter-stage buffers behind each other by layer.
-All of them have cache-line padding: no cache line is read before all of it has been written, because a workgroup may
-keep what it has read in a cache of its own.
+Weights of the same storage share slabs (engine/slabs.py). The layers of the KV cache and of the inter-stage buffers are
+adjacent, with cache-line padding: no cache line may be read before all of it has been written, because a workgroup may
+keep the line in its own cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ from llamagpu.gpu.fuse import Stage
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 from llamagpu.gpu.shaders import constants
 
-SPIN_LIMIT = 1 << 20  # looks of a waiting workgroup at the arrivals, about half a second
+SPIN_LIMIT = 1 << 20  # loads of the arrivals by a waiting workgroup, about half a second
 PROBE_SPIN_LIMIT = 1 << 14
 LITMUS_LAYERS = 32  # grid barriers across which the litmus test passes values
 
@@ -62,12 +62,12 @@ def matrix_buffers(matrix: Matrix) -> list[AnyBuffer]:
 
 
 def in_slabs(matrix: Matrix) -> bool:
-    """Whether all of its buffers are ranges of slabs; else the matrix counts as the layer's own."""
+    """Whether all buffers of the matrix are ranges of slabs. If not, only its layer can use them."""
     return all(isinstance(buffer, BufferRange) for buffer in matrix_buffers(matrix))
 
 
 def slab_matrix(matrix: Matrix) -> Matrix:
-    """The matrices of all layers that share this one's slabs, as one."""
+    """The matrix with whole slabs as its buffers: it stands for all layers that share them."""
     if not in_slabs(matrix):
         return matrix
     shards = tuple(
@@ -91,12 +91,12 @@ def slab_index(matrix: Matrix) -> int:
     if not in_slabs(matrix):
         return 0
     ranges = (buffer for buffer in matrix_buffers(matrix) if isinstance(buffer, BufferRange))
-    (index,) = {part.offset // part.size for part in ranges}
+    (index,) = {slab.offset // slab.size for slab in ranges}
     return index
 
 
 def layer_range(first: Bindable, count: int) -> AnyBuffer:
-    """The ranges of `count` layers, of which the first is given."""
+    """The range of `count` adjacent layers, from that of the first layer."""
     if isinstance(first, BufferRange):
         return BufferRange(first.buffer, first.offset, count * first.size)
     return as_buffer(first)
@@ -115,7 +115,7 @@ def inter_stage_widths(c: ModelConfig) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class InterStage:
-    """The buffers between stages, by layer."""
+    """Inter-stage buffers, with a row for each layer."""
 
     q: BufferRange  # queries
     mid: BufferRange  # the residual stream after attention
@@ -150,7 +150,7 @@ class FusedDecode:
         return [self.between.q.buffer, *self.layer_tables.values()]
 
     def dispatches(self) -> list[Dispatch]:
-        """One, or as few as bindings allow. Layers of different storage share one where a kernel may bind enough."""
+        """One kernel, or as few as bindings allow. Layers of different storage share one if it can bind them all."""
         found = self.kernels(self.same_storage)
         limit = self.gpu.caps.storage_buffers
         if not self.same_storage and any(d.source.count("var<storage") > limit for d in found):
@@ -158,8 +158,9 @@ class FusedDecode:
         return found
 
     def kernels(self, same_storage: bool) -> list[Dispatch]:
-        """One kernel for each run of layers whose KV cache and norms share bindings; with `same_storage`, all else
-        too.
+        """One kernel for each run of layers whose KV cache and norms share bindings.
+
+        With `same_storage` their matrices must share bindings too.
         """
         layers, caches = self.weights.layers, self.cache.layers
 
@@ -212,7 +213,7 @@ class FusedDecode:
         def to_qkv(matrix: Matrix) -> Output:
             return ops.qkv(c, matrix, QkvBuffers(between.q, keys, values, self.cache.rope), self.cache.kv_type)
 
-        # f32 inputs of the down projection that do not fit into workgroup memory are read where they are
+        # f32 inputs of the down projection that do not fit into workgroup memory are read from global memory
         fits = self.int8 or routes.fits_shared_memory(c.ffn_dim, shape, False, self.grid, gpu.caps)
         down_inputs = self.inputs if fits else Inputs.INTERLEAVED
         copy = PrologueSpec(Prologue.NORM, {}, {"NORM": False})
@@ -226,7 +227,7 @@ class FusedDecode:
         ]
 
     def variants(self, members: Sequence[int], column: int) -> dict[tuple[object, ...], Matrix]:
-        """The different matrices that layers have in a column, by their slabs."""
+        """The distinct matrices of a column of the layers, by their slabs."""
         found: dict[tuple[object, ...], Matrix] = {}
         for i in members:
             matrix = self.weights.layers[i].matrices[column]
@@ -246,7 +247,7 @@ class FusedDecode:
     ) -> list[Stage]:
         """A stage for each shard.
 
-        All take the inputs that the first shard's prologue computed, if all of their workgroups took part in it.
+        A later shard reuses the inputs that the first shard's prologue computed, if all its workgroups ran it.
         """
         found: list[Stage] = []
         busy: list[int] = []
@@ -282,7 +283,7 @@ class FusedDecode:
     def probe(self, recorder: Recorder) -> bool:
         """Find a grid size whose workgroups run at the same time and see each other's stores.
 
-        Afterwards position 0 of the KV cache and the residual stream hold anything.
+        Afterwards position 0 of the KV cache and the residual stream are undefined.
         """
         litmus_table = self._table(np.array([[LITMUS_LAYERS, 0, 0, 0]], np.uint32))
         probed: list[list[str]] = []
@@ -314,14 +315,14 @@ def timed_out(gpu: Gpu, barrier: BufferRange) -> bool:
 def barrier_litmus_test(
     gpu: Gpu, grid: GridSize, barrier: AnyBuffer, layers: Buffer, seed: int = 1
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Values that each layer takes from other workgroups of the layer before, and what they should be.
+    """Each layer reads values that other workgroups stored in the layer before. Returns the values and the right ones.
 
-    With every seed the rows begin elsewhere in a cache line.
+    Each seed starts the rows at another offset in a cache line.
     """
     n, shift = constants("barrier_litmus")["N"], constants("barrier_litmus")["SHIFT"]
     first, stride = 12 * seed, layer_stride(n)
     words = np.arange(seed, seed + first + (LITMUS_LAYERS + 1) * stride // 4, dtype=np.uint32) * np.uint32(2654435761)
-    y = gpu.upload(words, "litmus")  # what is read too early is neither zero nor left by another test
+    y = gpu.upload(words, "litmus")  # a value that is read too early is neither zero nor left by another test
     consts: Consts = {"WORKGROUP": grid.invocations, "FIRST_WORD": first}
     single = gpu.dispatch("barrier_litmus", (), consts, {"y": y}, (n // grid.invocations, 1, 1))
     assert not callable(single.grid)

@@ -15,7 +15,7 @@ from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.shaders import constants
 
 TEXTURE_ROWS = constants("attend_texture")["TEXTURE_ROWS"]  # positions below each other in a cache texture
-POSITION_MULTIPLE = 4  # makes whole 16-byte words of every head, whatever the head_dim, and whole texels of scores
+POSITION_MULTIPLE = 4  # a head is whole 16-byte words for every head_dim, and scores are whole texels
 Bytes = NDArray[np.uint8]
 
 
@@ -28,7 +28,7 @@ class LayerCache:
 
 
 class KvCache:
-    """Room for `slots` sequences of `capacity` positions. It grows by copying."""
+    """Keys and values of `slots` sequences, `capacity` positions each. It grows by copying."""
 
     def __init__(
         self, gpu: Gpu, config: ModelConfig, settings: Settings, freq_factors: NDArray[np.floating] | None
@@ -36,7 +36,7 @@ class KvCache:
         self.gpu, self.config, self.settings, self.freq_factors = gpu, config, settings, freq_factors
         self.slots = settings.slots
         self.capacity = 0
-        self.version = 0  # changes with the buffers: plans that bind them are built anew
+        self.version = 0  # changes with the buffers: plans that bind them are rebuilt
         self.rope: Buffer  # [capacity, rope_dims/2] (cos, sin)
         self.grow(settings.capacity)
 
@@ -50,12 +50,12 @@ class KvCache:
         return 2 * self.config.layers * self.config.kv_width * self.kv_type.nbytes
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` positions of a sequence, at least doubling the capacity if it must grow."""
+        """Reserve `length` positions for a sequence. If the capacity must grow, it at least doubles."""
         if length > self.capacity:
             self.grow(min(self.settings.context, max(length, 2 * self.capacity)))
 
     def grow(self, positions: int) -> None:
-        """Make room for `positions`; what the cache holds is kept."""
+        """Grow the capacity to `positions` and keep the contents."""
         if positions <= self.capacity:
             return
         self.check_positions(positions)
@@ -65,7 +65,7 @@ class KvCache:
         if not self.gpu.dry:
             self.gpu.write(rope, rope_table(self.config, self.freq_factors, capacity))
         old = [*self.resources(), self.rope] if self.capacity else []
-        adopt()  # with what follows, all at once: a Ctrl-C finds the old cache or the new one, complete
+        adopt()  # and the next line: a Ctrl-C leaves either the old cache or the new one, complete
         self.rope, self.capacity, self.version = rope, capacity, self.version + 1
         self.gpu.free(*old)
 
@@ -77,7 +77,7 @@ class KvCache:
             cause = f"a context of {positions} is more than a CPU adapter can do with this model"
             raise DoesNotFit(cause, f"use -c {most} or less")
 
-    # What the backends do in their own way
+    # Implemented by the backends
 
     def resources(self) -> Sequence[Bindable]:
         """The buffers or textures of the cache, each once; without the RoPE table."""
@@ -88,16 +88,16 @@ class KvCache:
         raise NotImplementedError
 
     def write(self, slot: int, count: int, take: Callable[[int], Bytes]) -> None:
-        """Restore what `read` gave: `take(n)` gives the next n bytes of it."""
+        """Restore the bytes of `read`: `take(n)` returns the next n of them."""
         raise NotImplementedError
 
     def _enlarge(self, capacity: int) -> Callable[[], None]:
-        """Allocate a larger cache and copy this one's positions; the result makes it this one's."""
+        """Allocate larger buffers and copy the positions. Return a function that switches to them."""
         raise NotImplementedError
 
 
 class BufferKvCache(KvCache):
-    """Buffers by layer. With `fused`, layers lie behind each other as far as a binding reaches, for fused decode."""
+    """Buffers by layer. With `fused`, as many layers as a binding holds are in one buffer, for fused decode."""
 
     layers: list[LayerCache]
 
@@ -113,8 +113,8 @@ class BufferKvCache(KvCache):
         super().__init__(gpu, config, settings, freq_factors)
 
     def resources(self) -> Sequence[Bindable]:
-        ranges = [part for layer in self.layers for part in (layer.keys, layer.values)]
-        return list({id(part.buffer): part.buffer for part in ranges}.values())
+        ranges = [cache_range for layer in self.layers for cache_range in (layer.keys, layer.values)]
+        return list({id(cache_range.buffer): cache_range.buffer for cache_range in ranges}.values())
 
     @property
     def row_bytes(self) -> int:
@@ -142,9 +142,9 @@ class BufferKvCache(KvCache):
             )
         found: list[LayerCache] = []
         largest = min(binding, self.gpu.limits["max-buffer-size"] - 2 * ALIGN)
-        together = max(1, largest // size) if self.fused else 1
-        for start in range(0, self.config.layers, together):
-            sizes = [size] * min(together, self.config.layers - start)
+        layers_per_buffer = max(1, largest // size) if self.fused else 1
+        for start in range(0, self.config.layers, layers_per_buffer):
+            sizes = [size] * min(layers_per_buffer, self.config.layers - start)
             keys, values = (padded_ranges(self.gpu, sizes, label) for label in ("k_cache", "v_cache"))
             found += [LayerCache(k, v) for k, v in zip(keys, values, strict=True)]
         return found
@@ -161,23 +161,23 @@ class BufferKvCache(KvCache):
         self.gpu.copy(copies)
 
     def read(self, slot: int, count: int) -> Iterator[Bytes]:
-        for part, offset in self._heads(slot):
-            yield self.gpu.read(part, np.uint8, count * self.row_bytes, offset)
+        for cache_range, offset in self._heads(slot):
+            yield self.gpu.read(cache_range, np.uint8, count * self.row_bytes, offset)
 
     def write(self, slot: int, count: int, take: Callable[[int], Bytes]) -> None:
-        for part, offset in self._heads(slot):
-            self.gpu.write(part, take(count * self.row_bytes), offset)
+        for cache_range, offset in self._heads(slot):
+            self.gpu.write(cache_range, take(count * self.row_bytes), offset)
 
     def _heads(self, slot: int) -> Iterator[tuple[BufferRange, int]]:
         """Where the positions of each head begin: range, offset in it."""
         for layer in self.layers:
-            for part in (layer.keys, layer.values):
+            for cache_range in (layer.keys, layer.values):
                 for head in range(self.config.kv_heads):
-                    yield part, (slot * self.config.kv_heads + head) * self.capacity * self.row_bytes
+                    yield cache_range, (slot * self.config.kv_heads + head) * self.capacity * self.row_bytes
 
 
 class TextureKvCache(KvCache):
-    """One f32 texture for each layer: a position is a row, TEXTURE_ROWS of them, then the next columns."""
+    """One f32 texture for each layer: a position is a row; after TEXTURE_ROWS rows the next columns follow."""
 
     textures: list[Texture]
     scores: Texture  # [heads, capacity] of one token
@@ -216,7 +216,7 @@ class TextureKvCache(KvCache):
             self.gpu.write_texture(texture, data.reshape(rows, self.texels, 4), x)
 
     def _columns(self, slot: int, count: int) -> Iterator[tuple[Texture, int, int]]:
-        """Where the first `count` positions stand: texture, first column, rows."""
+        """The regions of the first `count` positions: texture, first column, rows."""
         first = slot * -(-self.capacity // TEXTURE_ROWS)
         for texture in self.textures:
             for start in range(0, count, TEXTURE_ROWS):

@@ -105,7 +105,7 @@ class LoadedModel:
         return Engine(gpu, self.config, self.weights, settings, self.source.freq_factors)
 
     def check_memory(self, capacity: int) -> MemoryPlan:
-        """What the model takes with a KV cache of `capacity` positions; refused when it does not fit."""
+        """The memory plan with a KV cache of `capacity` positions. It is refused if it does not fit."""
         return check_memory(self.source, replace(self.settings, capacity=capacity), self.gpu)
 
 
@@ -128,7 +128,7 @@ def open_source(source: Source) -> ModelSource:
 
 
 def resolve(options: EngineOptions, source: ModelSource, gpu: Gpu) -> Settings:
-    """The options as they hold for this model on this adapter."""
+    """Resolve the options for this model on this adapter."""
     c, caps = source.config, gpu.caps
     if options.context and options.context > c.context:
         raise DoesNotFit(
@@ -183,9 +183,9 @@ def load_model(
 
 
 def plan_memory(source: ModelSource, settings: Settings, gpu: Gpu, weights: bool = True) -> MemoryPlan:
-    """What weights, KV cache and scratch take: the code that allocates runs on a device that only counts.
+    """The memory of weights, KV cache and scratch: the code that allocates runs on a device that only counts.
 
-    Without `weights`, what a second engine on the same weights takes.
+    Without `weights`, the memory of a second engine on the same weights.
     """
     dry = DryGpu(gpu)
     allocated = allocate_source(source, settings, dry)
@@ -199,7 +199,7 @@ def plan_memory(source: ModelSource, settings: Settings, gpu: Gpu, weights: bool
 def check_memory(
     source: ModelSource, settings: Settings, gpu: Gpu, weights: bool = True, on_plan: OnPlan | None = None
 ) -> MemoryPlan:
-    """The plan, which `on_plan` sees first. One that is over the limit is refused, with the context that fits."""
+    """Pass the plan to `on_plan`, then check it. A plan over the limit is refused with the context that fits."""
     plan = plan_memory(source, settings, gpu, weights)
     if on_plan:
         on_plan(plan, gpu)

@@ -1,4 +1,4 @@
-"""What a model takes on the device, and how much the device may use."""
+"""The memory that a model needs, and the memory that the device may use."""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from llamagpu.gpu.device import Gpu
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by purpose. engine/load.py makes it with the code that allocates."""
+    """Bytes by purpose. engine/load.py computes them with the code that allocates."""
 
     weights: int
     cache: int  # keys and values of `context` positions, and their RoPE table
@@ -31,9 +31,9 @@ class MemoryPlan:
 
 
 def memory_limit(gpu: Gpu) -> int:
-    """Bytes that the device may use; 0 when nobody knows.
+    """Bytes that the device may use; 0 if that is unknown.
 
-    WebGPU does not tell how much memory a GPU has; a software adapter's is the machine's. LLAMAGPU_MAX_MEMORY (MiB)
+    WebGPU does not report the memory of a GPU. A software adapter uses the machine's. LLAMAGPU_MAX_MEMORY (MiB)
     sets the limit.
     """
     wanted = os.environ.get("LLAMAGPU_MAX_MEMORY")
@@ -45,7 +45,7 @@ def memory_limit(gpu: Gpu) -> int:
 
 
 def available_host_bytes() -> int:
-    """What Linux could still give out; 0 elsewhere."""
+    """Available memory on Linux; 0 elsewhere."""
     try:
         with open("/proc/meminfo") as lines:
             fields = {line.split(":")[0]: line.split()[1] for line in lines}

@@ -1,7 +1,7 @@
 """The model on the device: weights, the buffers between kernels, and plans (lists of dispatches).
 
-Plans are keyed by the width of a step and by context bucket, never by who asked. Which rows a step has, of which
-sequences, is in its inputs (engine/step_inputs.py).
+Plans are keyed by the width of a step and by context bucket, never by the caller. The inputs of a step
+(engine/step_inputs.py) say which rows of which sequences it has.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.recorder import Plan
 
 INT8_BLOCK_BYTES = 48  # of 32 activations: 32 int8, then four f32
-PREFILL_WIDTH = 512  # the shape by which a model is found to suit int8 activations of many rows
+PREFILL_WIDTH = 512  # token rows of the shapes that decide whether prefill uses int8 activations
 
 
 class PlanKind(Enum):
@@ -53,11 +53,11 @@ class PlanKey:
 
 
 class Model:
-    """What both backends share. `BufferModel` and `TextureModel` build the dispatches."""
+    """The base of both backends. `BufferModel` and `TextureModel` build the dispatches."""
 
     def __init__(self, gpu: Gpu, config: ModelConfig, weights: Weights, cache: KvCache, settings: Settings) -> None:
         self.gpu, self.config, self.weights, self.cache, self.settings = gpu, config, weights, cache, settings
-        # int8 activations, for one row and for many; a file with odd shapes or types stays with f32
+        # int8 activations, for one row and for many; shapes or types without an int8 kernel use f32
         fast = settings.precision is Precision.FAST
         self.int8_decode = fast and suits_int8(weights, gpu.caps, 1)
         self.int8_prefill = fast and suits_int8(weights, gpu.caps, PREFILL_WIDTH)
@@ -68,8 +68,8 @@ class Model:
         c, rows = config, settings.chunk
         self.logits = gpu.zeros(c.vocab * 4, "logits")  # [vocab] of the last row
         self.candidates = gpu.zeros(-(-c.vocab // 2) * 8, "candidates")  # (logit, id), at most one per pair of rows
-        self.targets = gpu.zeros(rows * 4, "targets")  # [m] u32, for perplexity: the id after each
-        self.scores = gpu.zeros(rows * 4, "scores")  # [m] f32, its log probability
+        self.targets = gpu.zeros(rows * 4, "targets")  # [m] u32, for perplexity: the next id of each row
+        self.scores = gpu.zeros(rows * 4, "scores")  # [m] f32, log probability of the target
         self.sampler = DeviceSampler(gpu, settings.slots)
 
     @property
@@ -90,7 +90,7 @@ class Model:
         return None
 
     def free(self) -> None:
-        """Free what this model allocated; weights and KV cache are the caller's."""
+        """Free what this model allocated; the caller owns weights and KV cache."""
         self.plans.clear()
         self.gpu.free(*self.scratch())
 
@@ -116,12 +116,12 @@ class Model:
         return self._cached(key, lambda: self.score_dispatches(rows))
 
     def sample_plan(self, greedy: bool) -> Plan:
-        """The next token of each segment, chosen on the device."""
+        """The next token of each segment, sampled on the device."""
         key = PlanKey(PlanKind.GREEDY if greedy else PlanKind.SAMPLE)
         return self._cached(key, lambda: tagged([self.sample_dispatch(greedy)], "sampling", None))
 
     def _cached(self, key: PlanKey, build: Callable[[], list[Dispatch]]) -> Plan:
-        if self._planned_for != self.cache.version:  # the buffers of the KV cache are others
+        if self._planned_for != self.cache.version:  # the KV cache has new buffers
             self.plans.clear()
             self._planned_for = self.cache.version
         if key not in self.plans:
@@ -176,9 +176,9 @@ class BufferModel(Model):
             self.fused_decode = FusedDecode(self.ops, config, weights, cache, self.x, barrier, int8)
 
     def _allocate(self) -> None:
-        """The buffers that kernels of a step hand to each other."""
+        """The buffers between the kernels of a step."""
         gpu, c, rows = self.gpu, self.config, self.chunk
-        # with int8 blocks nobody needs the f32 values, but where attention's kernel cannot write blocks
+        # with int8 blocks the f32 values are needed only where the attention kernel cannot write blocks
         f32_rows = rows if not (self.int8_decode and self.int8_prefill) else 1
         int8_rows = rows if self.int8_prefill else 1
         attended = f32_rows if routes.attention_quantises(attention_shape(c, 1), gpu.caps) else rows
@@ -212,7 +212,7 @@ class BufferModel(Model):
         return self.sampler.barrier if self.fused_decode else None
 
     def unfuse(self) -> None:
-        """From here on every op of one row is a dispatch of its own, which can be timed."""
+        """Disable fused decode: every op of one row becomes a separate dispatch, which can be timed."""
         if self.fused_decode:
             self.gpu.free(*self.fused_decode.buffers())
             self.fused_decode = None
@@ -225,7 +225,7 @@ class BufferModel(Model):
         return min(self.chunk, routes.plan_width(rows, self.chunk))
 
     def context_bucket(self, width: int, position: int) -> int:
-        """The bucket of positions for which the plan is the same; 0 where attention is not split."""
+        """The context bucket: all its positions have the same plan. 0 if attention is not split."""
         if self.attention_kernel(width) != "attend_split" or (width == 1 and self.fused):
             return 0
         window = self.config.sliding_window or position + 1
@@ -256,7 +256,7 @@ class BufferModel(Model):
         return dispatches
 
     def after_layers(self, m: int) -> AnyBuffer:
-        """Where `body` leaves the residual stream."""
+        """The buffer in which `body` leaves the residual stream."""
         if m == 1 and self.fused_decode:
             c = self.config
             return BufferRange(self.x, c.layers * layer_stride(c.dim), 4 * c.dim)
@@ -288,9 +288,9 @@ class BufferModel(Model):
         return self.ops.rms_norm(x or self.x, weight, self.normed(m), c.dim, c.norm_eps, m, last_rows, table)
 
     def attend_linear(self, i: int, matrix: Matrix, cache: LayerCache, m: int, bucket: int) -> list[Dispatch]:
-        """Attention and the linear that takes it back to the residual stream.
+        """Attention and its output projection, which adds to the residual stream.
 
-        The splits of a long context are merged by the linear's kernel where that is cheap, else by a dispatch between.
+        The linear's kernel merges the splits of a long context where that is cheap, else a separate dispatch does.
         """
         c, inputs, h = self.config, self.inputs(m), self.normed(m)
         int8, kernel = inputs is Inputs.INT8, self.attention_kernel(m)
@@ -338,7 +338,7 @@ class BufferModel(Model):
             *tagged([self.ops.silu_mul(self.act, self.up, self.config.ffn_dim, m)], "silu_mul", i),
         ]
 
-    # Where the activations of a plan are: f32, or int8 blocks (precision fast)
+    # Activations of a plan: f32, or int8 blocks (precision fast)
 
     def inputs(self, m: int) -> Inputs:
         return Inputs.INT8 if (self.int8_decode if m == 1 else self.int8_prefill) else Inputs.F32
@@ -378,7 +378,7 @@ class BufferModel(Model):
 
 
 def suits_int8(weights: Weights, caps: Caps, m: int) -> bool:
-    """Every linear has a kernel for int8 blocks, and gate and up are one matrix."""
+    """Whether every linear has a kernel for int8 blocks, and gate and up are one matrix."""
 
     def runs(matrix: Matrix, epilogue: Epilogue = Epilogue.ADD) -> bool:
         shapes = [shard.shape(m, Inputs.INT8, epilogue=epilogue) for shard in matrix.shards]

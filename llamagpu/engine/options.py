@@ -1,4 +1,4 @@
-"""What a user may choose when a model is opened, and what follows from it on one adapter."""
+"""The options for opening a model, and the settings that follow from them on one adapter."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,18 +37,18 @@ class EngineOptions:
     backend: Backend | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (("kv_type", KvType), ("precision", Precision), ("backend", Backend)):
+        for name, values in (("kv_type", KvType), ("precision", Precision), ("backend", Backend)):
             value = getattr(self, name)
             if value is None:
                 continue
-            if value not in list(choices):
-                raise LlamaGpuError(f"{name} is {value!r}", f"choose {' or '.join(choices)}")
-            object.__setattr__(self, name, choices(value))  # a plain string is welcome
+            if value not in list(values):
+                raise LlamaGpuError(f"{name} is {value!r}", f"choose {' or '.join(values)}")
+            object.__setattr__(self, name, values(value))  # accepts a string too
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options as they hold for one model on one adapter."""
+    """The options, resolved for one model on one adapter."""
 
     precision: Precision
     kv_type: KvType
@@ -56,4 +56,4 @@ class Settings:
     chunk: int  # most token rows of one step
     context: int  # most positions of a sequence
     capacity: int  # positions that the KV cache starts with
-    slots: int = 1  # sequences that the KV cache has room for
+    slots: int = 1  # sequences that the KV cache holds

@@ -1,4 +1,4 @@
-"""Which precision a model gets, and whether the adapter's packed int8 dot products are right."""
+"""Selects the precision of a model, and checks the adapter's packed int8 dot products."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ _errors: dict[tuple[Any, ...], float] = {}  # by adapter: it does not change whi
 
 
 def resolve_precision(gpu: Gpu, wanted: Precision | None) -> Precision:
-    """`wanted`, or FAST where the hardware has packed dot products and computes them rightly, else HIGH."""
+    """`wanted`, or FAST where the hardware has packed dot products and computes them correctly, else HIGH."""
     packed = not gpu.caps.cpu and not gpu.caps.scalar and gpu.info["vendor_id"] in PACKED_DOT_VENDORS
     if wanted is Precision.HIGH or (wanted is None and not packed):
         return Precision.HIGH

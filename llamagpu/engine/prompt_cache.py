@@ -1,7 +1,7 @@
-"""A prompt's keys and values in a file, for a later run to go on from.
+"""Saves the KV cache of a prompt to a file, so that a later run continues from it.
 
-The file holds PREFIX, a JSON object of what they depend on, the token ids (u32), the bytes of KvCache.read, and the
-SHA-256 of all that. A run refuses a file that it does not recognise as its own, to the last byte.
+The file holds PREFIX, a JSON object of everything that keys and values depend on, the token ids (u32), the bytes of
+KvCache.read, and the SHA-256 of all these. A run refuses a damaged file, and a file of another model or other settings.
 """
 
 import hashlib
@@ -29,14 +29,14 @@ MAGIC = b"llamagpu prompt\n"
 FORMAT = 2  # changes whenever the layout of the KV cache or the numbers in it change
 MAX_JSON = 4096
 SMALL_BYTES = 64 << 10  # a tensor up to this size is hashed completely
-SAMPLES, SAMPLE_BYTES = 16, 256  # and of a larger one so many evenly spaced samples
+SAMPLES, SAMPLE_BYTES = 16, 256  # of a larger one, this many evenly spaced samples
 Progress = Callable[[int, int], None]
 
 
 def save(
     loaded: LoadedModel, sequence: Sequence, path: Path, tokens: int | None = None, progress: Progress | None = None
 ) -> None:
-    """Write the first `tokens` of the sequence, or all. Of two runs that write one file the later one wins."""
+    """Write the first `tokens` of the sequence, or all. If two runs write the same file, the later one wins."""
     cache, ids = loaded.engine.cache, sequence.ids[:tokens]
     if not ids:
         raise LlamaGpuError("there is no prompt to save yet", "generate first")
@@ -54,7 +54,7 @@ def save(
 
 
 def load(loaded: LoadedModel, sequence: Sequence, path: Path, progress: Progress | None = None) -> int:
-    """Replace the sequence by a saved prompt; how many tokens it has."""
+    """Replace the sequence by a saved prompt; return its number of tokens."""
     cache, digest = loaded.engine.cache, hashlib.sha256()
     with error_context(path), opened(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -90,7 +90,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def check_start(take: Callable[[int], NDArray[np.uint8]], ours: dict[str, str]) -> int:
-    """How many tokens follow, after checking that they are for this run."""
+    """Check that the file is for this run; return its number of tokens."""
     magic, version, length, tokens = PREFIX.unpack(take(PREFIX.size).tobytes())
     if magic != MAGIC:
         raise refused("not a prompt cache")
@@ -141,10 +141,9 @@ def computed_precision(model: Model) -> str:
 
 
 def fingerprint(loaded: LoadedModel) -> str:
-    """Of the hyper-parameters and weights, not of the file's name or date, its tokenizer or template.
+    """A hash of hyper-parameters and weights, but not of the file's name or date, its tokenizer or template.
 
-    Samples of each large tensor have to do: all of an 8B model would take as long to hash as thousands of tokens to
-    read.
+    Large tensors are sampled: hashing all of an 8B model would take as long as computing thousands of tokens.
     """
     digest = hashlib.sha256(repr(loaded.config).encode())
     for label, data in loaded.source.file.contents():

@@ -15,7 +15,7 @@ Consts = Mapping[str, int]
 
 
 class Inputs(StrEnum):
-    """The form in which a linear reads its activations."""
+    """How a linear reads its activations."""
 
     F32 = "f32"
     INT8 = "int8"  # int8 blocks, as ggml's q8_1
@@ -48,7 +48,7 @@ class Epilogue(StrEnum):
 
     @property
     def needs_workgroup(self) -> bool:
-        """It reads the results of a whole workgroup: a workgroup epilogue."""
+        """Whether it is a workgroup epilogue, which reads the results of a whole workgroup."""
         return self in (Epilogue.SWIGLU_INT8, Epilogue.LOGITS)
 
 
@@ -93,7 +93,7 @@ class Attention:
     head_dim: int
     window: int = 0  # a token sees the last `window` positions, its own included; 0: all
     scale: float = 1.0
-    splits: int = 1  # parts of the context that attend_split computes separately
+    splits: int = 1  # pieces of the context that attend_split computes separately
 
     @property
     def heads_per_kv(self) -> int:
@@ -142,7 +142,7 @@ def select(table: Table[S], shape: S, caps: Caps) -> Route[S]:
 
 
 def fold(count: int, caps: Caps) -> Grid:
-    """A 1-D count of workgroups as a grid: y takes what the limit on x cannot hold, and kernels undo it."""
+    """Fold a 1-D count of workgroups into x and y, where it exceeds the limit of x. Kernels undo the folding."""
     x = min(count, caps.workgroups)
     return x, -(-count // x), 1
 
@@ -224,13 +224,13 @@ def embed_value_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int)
 
 
 def word_aligned(s: Linear, weights: int) -> bool:
-    """A load of `weights` weights stays inside a row and a group, and x is plain f32."""
+    """Whether a load of `weights` weights stays inside a row and a group; x is f32 without a prologue."""
     aligned = s.k % weights == 0 and (s.storage is Storage.F16 or s.group % weights == 0)
     return s.inputs is Inputs.F32 and no_prologue(s) and aligned
 
 
 def block_aligned(s: Linear) -> bool:
-    """Blocks of 32 inputs, each under one scale or two."""
+    """Whether rows divide into blocks of 32 weights with one or two scales each."""
     groups = s.storage is Storage.F16 or s.group % 32 == 0 or s.group == 16
     return s.k % (64 if s.storage is Storage.Q6 else 32) == 0 and groups
 
@@ -240,7 +240,7 @@ def no_prologue(s: Linear) -> bool:
 
 
 def is_plain(s: Linear) -> bool:
-    """No prologue, and each result is stored by itself."""
+    """No prologue, and no workgroup epilogue."""
     return no_prologue(s) and not s.epilogue.needs_workgroup
 
 
@@ -252,8 +252,8 @@ def with_prologue(s: Linear) -> bool:
     return is_gemv(s) and not no_prologue(s)
 
 
-def whole_rows(s: Linear) -> bool:
-    """16-byte loads of one row: the smallest group (k for f16) that they take."""
+def fits_linear_rows(s: Linear) -> bool:
+    """Whether an invocation can compute whole rows with 16-byte loads: group (k for f16) is large enough for them."""
     smallest = {Storage.Q4: 32, Storage.Q8: 16, Storage.F16: 8}.get(s.storage)
     return smallest is not None and s.m == 1 and not s.epilogue.needs_workgroup and word_aligned(s, smallest)
 
@@ -292,8 +292,8 @@ GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], .
     ("k > 2048", lambda s, c: is_gemv(s), {"WORKGROUP": 256, "LANES": 128}),
 )
 
-GEMV_WIDTHS = (4, 8, 16)  # token rows that have GEMV kernels of their own
-GEMM_WIDTHS = (32, 64, 128, 256)  # token rows that have GEMM tiles of their own
+GEMV_WIDTHS = (4, 8, 16)  # most token rows of the GEMV kernels
+GEMM_WIDTHS = (32, 64, 128, 256)  # most token rows of the small GEMM tiles
 
 # Likewise, and up to how many token rows: more than 8 leave no registers for two pairs of rows.
 GEMV_BATCH_SHAPES: tuple[tuple[str, int, Callable[[Linear, Caps], bool], dict[str, int]], ...] = (
@@ -313,9 +313,9 @@ def tile_count(s: Linear, tile_m: int, tile_n: int) -> int:
     return -(-s.m // tile_m) * -(-s.n // tile_n)
 
 
-# Tiles of linear_gemm_int8: token rows, matrix rows. The smaller the tile, the more k is split within a workgroup,
-# and the more work it is. A small matrix takes the largest tile that still gives a large GPU's 132 cores enough of
-# them. Measured on an H200 with the matrices of Llama 1B and m = 16 to 512 (2026-11-15): the wrong tile costs up to
+# Tiles of linear_gemm_int8: token rows, matrix rows. A smaller tile splits k further within a workgroup, which
+# is more work. A small matrix takes the largest tile that still gives the 132 cores of a large GPU enough workgroups.
+# Measured on an H200 with the matrices of Llama 1B and m = 16 to 512 (2026-11-15): the wrong tile costs up to
 # 3x.
 GEMM_TILES: tuple[tuple[str, Callable[[Linear], bool], dict[str, int]], ...] = (
     (
@@ -365,7 +365,7 @@ def _gemm_int8_route(case: str, fits: Callable[[Linear], bool], consts: Consts) 
 LINEAR: Table[Linear] = (
     Route(
         "linear_rows",
-        lambda s, c: c.cpu and whole_rows(s),
+        lambda s, c: c.cpu and fits_linear_rows(s),
         "CPU adapter, m = 1, k and group % 32 = 0 (q8: 16, f16: k % 8)",
         row_blocks_grid,
         (Role.BLOCK, Role.EPILOGUE),
@@ -398,7 +398,7 @@ LINEAR: Table[Linear] = (
     ),
     *(_gemv_batch_route(width, *shape) for width in GEMV_WIDTHS for shape in GEMV_BATCH_SHAPES if width <= shape[1]),
     *(_gemm_int8_route(*tile) for tile in GEMM_TILES),
-    # f32 has no tile but 64 x 64: where few of them would run, 2 to 5 times slower than no tile (H200)
+    # the only f32 tile is 64 x 64: where few of them would run, it is 2 to 5 times slower than no tiles (H200)
     Route(
         "linear_gemm_rows",
         lambda s, c: not c.cpu and 1 < s.m <= 64 and tile_count(s, 64, 64) < 128 and word_aligned(s, 8) and is_plain(s),
@@ -412,8 +412,8 @@ LINEAR: Table[Linear] = (
     Route("linear_any", lambda s, c: s.inputs is Inputs.F32 and is_plain(s), "-", pairs_by_row_grid, WEIGHT_PARTS),
 )
 
-# The persistent kernel of fused decode (engine/fused_decode.py): all workgroups must run at the same time, so there are
-# few and large ones.
+# The persistent kernel of fused decode (engine/fused_decode.py): all workgroups must run at the same time, so they are
+# few and large.
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,7 +453,7 @@ def fused_subgroups_per_head(heads_per_kv: int, grid: GridSize, caps: Caps) -> i
 
 
 def fused_max_splits(kv_heads: int) -> int:
-    """As many splits as make 128 workgroups."""
+    """The number of splits that gives 128 workgroups."""
     return max(1, 128 // kv_heads)
 
 
@@ -510,13 +510,13 @@ EMBED: Table[Linear] = (
 
 
 def split_rows_fit(s: Attention, c: Caps) -> bool:
-    """attend_split gives each query head of a KV head a subgroup."""
+    """Whether each query head of a KV head gets a subgroup of attend_split."""
     subgroups = c.subgroup >= 4 and s.heads_per_kv * c.subgroup <= c.invocations
     return s.m <= GEMV_WIDTHS[-1] and s.head_dim % 64 == 0 and subgroups
 
 
 def tile_rows_fit(s: Attention, c: Caps) -> bool:
-    """A workgroup of attend_tile has 32 rows or more, at least one token of each query head."""
+    """Whether attend_tile fits: its workgroups have at least 32 rows, which hold a token of each query head."""
     dims = s.head_dim in range(32, 257, 32)
     return s.m > GEMV_WIDTHS[-1] and dims and c.subgroup >= tile_owners(s.head_dim, False) and s.heads_per_kv <= 32
 
@@ -555,7 +555,7 @@ QUANTISING_ATTENTION = ("attend_split", "attend_tile")  # these can write int8 b
 
 
 def attention_quantises(s: Attention, caps: Caps) -> bool:
-    """Whether attention writes int8 blocks for any number of token rows: then nobody needs its f32 results."""
+    """Whether attention writes int8 blocks for any number of token rows: then its f32 results are not needed."""
     shapes = (Attention(m, s.heads, s.kv_heads, s.head_dim) for m in (1, GEMV_WIDTHS[-1], GEMV_WIDTHS[-1] + 1))
     return all(select(ATTEND, shape, caps).kernel in QUANTISING_ATTENTION for shape in shapes)
 
@@ -582,13 +582,13 @@ MAX_SPLITS = 64
 
 
 def context_bucket(positions: int) -> int:
-    """The row of CONTEXT_BUCKETS, by its first number."""
+    """The context bucket of a position: the first number of its row of CONTEXT_BUCKETS."""
     return max(first for first, _, _ in CONTEXT_BUCKETS if first <= positions)
 
 
 def split_count(bucket: int, kv_heads: int, m: int = 1) -> int:
-    """Into how many splits attend_split cuts the context: no more than make 128 workgroups, 256 for the longest; for m
-    tokens proportionally fewer."""
+    """The splits of the context in attend_split: at most as many as give 128 workgroups, 256 for the longest context;
+    for m tokens proportionally fewer."""
     most = next(splits for first, splits, _ in CONTEXT_BUCKETS if first == bucket)
     enough = max(2, 1 << max(0, (128 // kv_heads - 1).bit_length())) * (2 if bucket >= 8192 else 1)
     return max(1, min(most, enough) // m)
@@ -607,7 +607,7 @@ def position_lanes(head_dim: int, caps: Caps) -> dict[str, int]:
 def subgroups_per_head(heads_per_kv: int, head_dim: int, bucket: int, caps: Caps) -> int:
     """Subgroups that attend_split gives each query head of a KV head: a power of two that the workgroup holds.
 
-    Half of them hand over head_dim + 2 numbers of 4 bytes.
+    To merge them, half of them pass head_dim + 2 numbers of 4 bytes through workgroup memory.
     """
     wanted = next(subgroups for first, _, subgroups in CONTEXT_BUCKETS if first == bucket)
     in_memory = caps.shared_bytes // (heads_per_kv * (head_dim + 2) * 2)
@@ -724,7 +724,7 @@ def plan_width(rows: int, chunk: int) -> int:
 
 
 def default_chunk(caps: Caps, int8: bool) -> int:
-    """Most token rows of a step where the user does not say.
+    """The default for the most token rows of a step.
 
     On an H200 1024 are 4 % faster than 512 in int8, and in f32, where they take more memory, 4 % slower. (Prompts of
     F16 weights are f32 in `fast`, too: not measured.)
@@ -733,7 +733,7 @@ def default_chunk(caps: Caps, int8: bool) -> int:
 
 
 def max_positions(head_dim: int, caps: Caps, textures: bool) -> int | None:
-    """How far attention may look back.
+    """The most positions that attention can read; None: no limit.
 
     llvmpipe ends the loops of an invocation after 65535 iterations in sum, without an error; inner loops count unless
     it unrolls them. `attend` was wrong from 16 k (head_dim 256) to 31 k (8) positions on.

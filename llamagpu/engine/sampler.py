@@ -14,12 +14,12 @@ Floats = NDArray[np.floating]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen, with llama.cpp's names and defaults."""
+    """Sampling parameters, with llama.cpp's names and defaults."""
 
     temperature: float = 0.8  # 0: the likeliest token
     top_k: int = 40  # keep the k likeliest; 0: all
     top_p: float = 0.95  # keep the likeliest that together reach p
-    min_p: float = 0.05  # drop what is less likely than this share of the likeliest
+    min_p: float = 0.05  # drop tokens less likely than this share of the likeliest
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64  # how far back the penalty looks
     seed: int | None = None  # None: a new one each time
@@ -30,17 +30,17 @@ class Sampling:
 
 
 def host_sampler(sampling: Sampling, prompt: Sequence[int]) -> Callable[[Floats], int]:
-    """A function from logits to a token that remembers its tokens; the same seed and logits give the same tokens."""
+    """A function that samples a token from logits and remembers it. Equal seeds and logits give equal tokens."""
     random = np.random.default_rng(sampling.seed)
     recent = deque(prompt, maxlen=max(1, sampling.repeat_last_n))
 
-    def choose(logits: Floats) -> int:
+    def sample_next(logits: Floats) -> int:
         need_finite(logits)
         token = sample(penalise(logits.astype(np.float64), recent, sampling), sampling, random)
         recent.append(token)
         return token
 
-    return choose
+    return sample_next
 
 
 def need_finite(logits: Floats) -> None:

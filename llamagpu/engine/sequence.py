@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Sequence:
-    slot: int = 0  # its place in the KV cache
+    slot: int = 0  # its index in the KV cache
     ids: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def truncate(self, length: int) -> None:
-        """Forget what stands after `length` tokens."""
+        """Drop the tokens after the first `length`."""
         del self.ids[length:]
 
     def shared_prefix(self, ids: Items[int]) -> int:

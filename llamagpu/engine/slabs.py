@@ -10,20 +10,20 @@ from llamagpu.gpu.device import Gpu
 
 
 class Slabs:
-    """Allocates buffers. Those of a layer come from the slab of all layers with the same storage there."""
+    """Allocates buffers. A buffer of a layer is a range of the slab that layers with the same storage share."""
 
     def __init__(self, gpu: Gpu, storages: Sequence[Mapping[str, object]] = (), most: int = 1) -> None:
         """`storages`: for each layer, the storage of its matrices by name; equal values share slabs.
 
-        A fused kernel binds whole slabs, so that layers come in binding ranges of at most `most`. Without storages
-        there are no slabs.
+        A fused kernel binds whole slabs, so each binding range of at most `most` layers has its own slabs. Without
+        storages there are no slabs.
         """
         self.gpu, self.storages, self.most = gpu, storages, most
         self.slabs: dict[tuple[object, ...], Buffer] = {}
         self.allocated: Counter[str] = Counter()
 
     def alloc(self, size: int, label: str, layer: int | None = None) -> AnyBuffer:
-        """A buffer, or a range of a slab. A layer may ask several times for one label: once for each shard."""
+        """A buffer, or a range of a slab. A layer may use one label several times: once for each shard."""
         self.allocated[label] += 1
         if layer is None or not self.storages or size % ALIGN:
             return self.gpu.zeros(size, label)

@@ -1,4 +1,4 @@
-"""What the kernels of a step read about its token rows: sequence slot, position and token of each.
+"""The inputs of a step: sequence slot, position and token of each token row.
 
 `struct Step` in the kernels is this buffer. Nothing in it assumes that the rows belong to one sequence.
 """
@@ -43,7 +43,7 @@ class StepInputs:
         self.gpu.write(self.buffer, encode(segments, capacity, slots))
 
     def write_capacity(self, capacity: int) -> None:
-        """The KV cache has grown in the middle of decoding: everything else stays as the device left it."""
+        """Write only the capacity, when the KV cache grows during decode: the device has written everything else."""
         self.gpu.write(self.buffer, np.array([capacity], np.uint32), offset=8)
 
 

@@ -1,4 +1,4 @@
-"""Models without a file: the shapes of real ones, with random weights made on the device. For benchmarks."""
+"""Synthetic models for benchmarks: shapes of real models, with random weights that the device generates."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ SMALL_SUPER_BLOCK = 0x0D0D0D0D  # about the same scale: f16 of 0.00031 times sub
 
 
 def parse(spec: str) -> tuple[str, str]:
-    """NAME[:QUANT] to both, checked."""
+    """Split NAME[:QUANT] and check both."""
     name, _, quant = spec.partition(":")
     quant = quant or "q4_0"
     if name not in SHAPES:
@@ -175,9 +175,9 @@ def fill_shard(gpu: Gpu, recorder: Recorder, shard: MatrixShard) -> None:
     value = SMALL_F16_WEIGHTS if layout.storage is Storage.F16 else 0
     fill_buffer(gpu, recorder, as_buffer(shard.words), value)
     if shard.scales is not None:
-        half = int(np.float16(SMALL_SCALE).view(np.uint16))
-        single = int(np.float32(SMALL_SCALE).view(np.uint32))
-        value = {32: single, 16: half | half << 16, 8: SMALL_SUPER_BLOCK}[layout.scale_bits]
+        f16 = int(np.float16(SMALL_SCALE).view(np.uint16))
+        f32 = int(np.float32(SMALL_SCALE).view(np.uint32))
+        value = {32: f32, 16: f16 | f16 << 16, 8: SMALL_SUPER_BLOCK}[layout.scale_bits]
         fill_buffer(gpu, recorder, shard.scales, value)
 
 

@@ -1,7 +1,7 @@
 """The texture backend: the model on a CPU adapter (llvmpipe), with weights, activations and KV cache in textures.
 
-There a lane reads 16 bytes from a texture in 2 ns and from a buffer in 36 (Mesa 22.3, Neoverse-N1: a buffer is read
-in a loop over the lanes, with a branch for each), so that kernels on buffers are ten times slower.
+On llvmpipe a lane reads 16 bytes from a texture in 2 ns and from a buffer in 36 ns (Mesa 22.3, Neoverse-N1: it reads a
+buffer in a loop over the lanes, with a branch for each). Kernels on buffers are ten times slower.
 """
 
 from dataclasses import replace
@@ -45,13 +45,13 @@ class TextureModel(Model):
         own = [self.x, self.mid, self.h, self.q, self.act, self.gate, self.up]
         return [*super().scratch(), *(texture for texture in own if texture is not None)]
 
-    # Plans: one takes any number of rows above one
+    # Plans: a plan of several rows takes any number of rows
 
     def plan_width(self, rows: int) -> int:
         return min(rows, 2)
 
     def context_bucket(self, width: int, position: int) -> int:
-        """The grid of one row's scores is fixed: when the context has doubled, there is another plan."""
+        """The context bucket: the grid of one row's scores is fixed, so each doubling of the context has a plan."""
         if width > 1:
             return 0
         return routes.score_workgroups(position, routes.vector_lanes(self.gpu.caps))

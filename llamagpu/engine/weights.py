@@ -133,7 +133,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
-    """Where weights are loaded to, as far as their layout depends on it."""
+    """The properties of a device that decide the layout of weights."""
 
     backend: Backend
     six_bits: bool  # Q6_K in 6 bits: a GPU is short of bandwidth, not of shifts
@@ -155,7 +155,7 @@ class WeightTarget:
 
     def scale_bits(self, layout: Layout) -> int:
         if layout.scale_bits and not self.native_f16:
-            return 32  # decoding f16 by hand would cost more than the bytes
+            return 32  # decoding f16 in the kernel would cost more than the bytes
         if layout.scale_bits == 32 and self.int8:
             return 16  # a rounding of 2^-11, far below that of int8 activations
         return layout.scale_bits
@@ -335,7 +335,7 @@ def upload_norm(gpu: Gpu, norm: Bindable, values: NDArray[np.float32]) -> None:
 
 
 def run_ahead(jobs: Sequence[tuple[str, Callable[[], Converted]]]) -> Iterator[tuple[str, Converted]]:
-    """Run the jobs in threads, in order, at most two per thread before the consumer."""
+    """Run the jobs in threads and yield results in order, at most two per thread ahead of the consumer."""
     threads = max(1, os.cpu_count() or 1)
     waiting: deque[tuple[str, Future[Converted]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
@@ -351,7 +351,7 @@ def run_ahead(jobs: Sequence[tuple[str, Callable[[], Converted]]]) -> Iterator[t
 def upload_matrix(
     gpu: Gpu, packed: Sequence[PackedMatrix], label: str, target: WeightTarget, bias: NDArray[np.float32] | None = None
 ) -> Matrix:
-    """Allocate and fill a matrix of packed matrices one below the other."""
+    """Allocate and fill a matrix that concatenates the rows of packed matrices."""
     loaded = LoadedMatrix(list(packed), bias)
     rows = tuple((matrix.layout, matrix.n) for matrix in packed)
     source = MatrixSource(label, rows, bias is not None, lambda: loaded)

@@ -17,7 +17,7 @@ class Architecture:
     hf_types: tuple[str, ...]  # model_type in the config.json of Hugging Face checkpoints
     neox: bool = False  # RoPE pairs (i, i + rope_dims/2); else (2i, 2i + 1)
     sliding_window: bool = False  # attention.sliding_window counts; qwen2 files carry one that llama.cpp ignores
-    rope_freqs: bool = False  # llama3 RoPE scaling has a place in the file: the tensor rope_freqs.weight
+    rope_freqs: bool = False  # GGUF can store llama3 RoPE scaling, in the tensor rope_freqs.weight
 
 
 ARCHITECTURES = {

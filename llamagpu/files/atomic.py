@@ -1,4 +1,4 @@
-"""Writes files under a temporary name and renames them: a file is there complete or not at all."""
+"""Writes files under a temporary name and renames them: a file is complete, or it does not exist."""
 
 import errno
 import os
@@ -22,34 +22,34 @@ def temporary_name(path: Path, purpose: str) -> Path:
 
 @contextmanager
 def atomic_write(path: Path, size: int = 0) -> Iterator[BinaryIO]:
-    """A file that gets its name when the block ends without an error, and is deleted otherwise.
+    """Open a file that gets its name when the block ends without an error, and is deleted otherwise.
 
-    `size` is about what it takes: a disk without that space is refused before anything is written.
+    `size` is its expected size: a disk without that space is refused before anything is written.
     """
-    part, own = temporary_name(path, "part"), None
+    temporary, written = temporary_name(path, "part"), None
     try:
         if path.exists() and not path.is_file():  # a folder, or a device such as /dev/null
             raise OSError(errno.EINVAL, "not a regular file")
         if shutil.disk_usage(path.parent).free < size:
             raise OSError(errno.ENOSPC, "no space left")
-        part.unlink(missing_ok=True)  # of a run that was killed
-        with part.open("xb") as file:
-            own = os.fstat(file.fileno())
+        temporary.unlink(missing_ok=True)  # left by a run that was killed
+        with temporary.open("xb") as file:
+            written = os.fstat(file.fileno())
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if not _same_file(part, own):
+        if not _same_file(temporary, written):
             raise Superseded(f"another run is writing {path} too", "Wait for it, or name another file.")
-        part.replace(path)
-        own = None
+        temporary.replace(path)
+        written = None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             cause = f"no space left in {path.parent.resolve()}: {path.name} takes {size / 1e6:,.0f} MB"
             raise LlamaGpuError(cause, "Free some space, or write to another disk.") from error
         raise LlamaGpuError(f"cannot write {path}: {error.strerror or error}", "Name another file.") from error
     finally:
-        if own and _same_file(part, own):
-            part.unlink()
+        if written and _same_file(temporary, written):
+            temporary.unlink()
 
 
 def _same_file(path: Path, file: os.stat_result) -> bool:

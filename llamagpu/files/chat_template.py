@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
 from types import BuiltinMethodType, CodeType, MethodType
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import TemplateError, Undefined, nodes, pass_context
 from jinja2.exceptions import SecurityError
@@ -163,8 +163,8 @@ class _Checked(NodeTransformer):
         return node
 
 
-def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
+    return nodes.Filter(cast(nodes.Expr, node), name, [], [], None, None, lineno=node.lineno)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -307,7 +307,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._afford((len(text) + fields * (999 + 10 * weight((args, kwargs)))) / 10)
         return self.charge(braces(*args, **kwargs) if braces else text % (kwargs or args))
 
-    def _checked(self, function: Callable[..., Any], check: Callable[[Any], Any]) -> Callable[..., Any]:
+    def _checked(self, function: Any, check: Callable[[Any], Any]) -> Callable[..., Any]:
         def checked(*args: Any, **kwargs: Any) -> Any:
             return check(function(*args, **kwargs))
 

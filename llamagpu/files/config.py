@@ -1,6 +1,6 @@
-"""The model's hyper-parameters, read once from GGUF metadata, and what follows from them alone.
+"""The model's hyper-parameters, read once from GGUF metadata, and the tensor shapes and RoPE table that they imply.
 
-That is the tensors that must be there and the RoPE table. Nothing else reads the architecture's metadata keys.
+Nothing else reads the architecture's metadata keys.
 """
 
 import math
@@ -67,43 +67,43 @@ class ModelConfig:
     def from_gguf(cls, metadata: dict[str, Any], tensors: dict[str, RawTensor]) -> "ModelConfig":
         keys = _Keys(metadata)
         arch = keys.arch
-        dim = keys.whole("embedding_length", 1 << 24)
-        heads = keys.whole("attention.head_count", 1 << 16)
-        kv_heads = keys.whole("attention.head_count_kv", 1 << 16, default=heads)
+        dim = keys.integer("embedding_length", 1 << 24)
+        heads = keys.integer("attention.head_count", 1 << 16)
+        kv_heads = keys.integer("attention.head_count_kv", 1 << 16, default=heads)
         head_dim = _head_dim(keys, dim, heads)
         if heads % kv_heads:
             raise _bad(f"{heads} attention heads cannot share {kv_heads} key/value heads evenly")
-        rope_dims = keys.whole("rope.dimension_count", head_dim, default=head_dim)
+        rope_dims = keys.integer("rope.dimension_count", head_dim, default=head_dim)
         if rope_dims % 2:
             raise _bad(f"{arch}.rope.dimension_count is {rope_dims}, which is not even")
-        context = keys.whole("context_length", 1 << 28)
+        context = keys.integer("context_length", 1 << 28)
         record, window = ARCHITECTURES[arch], 0
         if record.sliding_window:
-            window = keys.whole("attention.sliding_window", 1 << 32, default=0, least=0)
+            window = keys.integer("attention.sliding_window", 1 << 32, default=0, least=0)
         scaling, factor = _rope_scaling(keys)
         return cls(
             arch=arch,
             name=keys.name(),
-            layers=keys.whole("block_count", 4096),
+            layers=keys.integer("block_count", 4096),
             dim=dim,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            ffn_dim=keys.whole("feed_forward_length", 1 << 24),
+            ffn_dim=keys.integer("feed_forward_length", 1 << 24),
             vocab=_vocab(metadata, tensors, dim),
             context=context,
             rope_theta=keys.real("rope.freq_base", 1.001, 1e15, default=10_000.0),
             rope_dims=rope_dims,
             rope_scaling=scaling,
             rope_factor=factor,
-            rope_orig_context=keys.whole("rope.scaling.original_context_length", 1 << 28, default=context),
+            rope_orig_context=keys.integer("rope.scaling.original_context_length", 1 << 28, default=context),
             yarn_ext_factor=keys.real("rope.scaling.yarn_ext_factor", 0.0, 1.0, default=1.0),
             yarn_attn_factor=keys.real("rope.scaling.attn_factor", 1e-3, 1e3, default=1.0),
             yarn_beta_fast=keys.real("rope.scaling.yarn_beta_fast", 1e-3, 1e6, default=32.0),
             yarn_beta_slow=keys.real("rope.scaling.yarn_beta_slow", 1e-3, 1e6, default=1.0),
             neox=record.neox,
             norm_eps=keys.real("attention.layer_norm_rms_epsilon", 1e-12, 1.0),
-            sliding_window=window if window < context else 0,  # a longer one hides nothing
+            sliding_window=window if window < context else 0,  # a longer window hides no position
             tied="output.weight" not in tensors,
         )
 
@@ -119,7 +119,7 @@ class _Keys:
         self.arch = arch
         if self.arch not in ARCHITECTURES:
             raise Unsupported(f"architecture {shown(self.arch)} is not supported", REMEDY_ARCHITECTURE)
-        experts = self.whole("expert_count", 1 << 32, default=0, least=0)
+        experts = self.integer("expert_count", 1 << 32, default=0, least=0)
         if experts:
             raise Unsupported(f"a mixture of {experts} experts ({self.arch}) is not supported", REMEDY_ARCHITECTURE)
 
@@ -134,7 +134,7 @@ class _Keys:
             raise _bad(f"metadata key {self.arch}.{key} is missing")
         return value
 
-    def whole(self, key: str, most: int, default: int | None = None, least: int = 1) -> int:
+    def integer(self, key: str, most: int, default: int | None = None, least: int = 1) -> int:
         value = self.get(key, default)
         if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu":  # one value per layer
             if (value != value[0]).any():
@@ -158,10 +158,10 @@ def _bad(cause: str) -> BadFile:
 def _head_dim(keys: _Keys, dim: int, heads: int) -> int:
     if f"{keys.arch}.attention.key_length" not in keys.metadata and dim % heads:
         raise _bad(f"{keys.arch}.embedding_length {dim} does not divide into {heads} heads")
-    head_dim = keys.whole("attention.key_length", 1 << 16, default=dim // heads)
+    head_dim = keys.integer("attention.key_length", 1 << 16, default=dim // heads)
     if head_dim % 2:
         raise _bad(f"heads of {head_dim} dimensions: the number must be even")
-    values = keys.whole("attention.value_length", 1 << 16, default=head_dim)
+    values = keys.integer("attention.value_length", 1 << 16, default=head_dim)
     if values != head_dim:
         raise Unsupported(f"values of {values} beside keys of {head_dim} dimensions", REMEDY_ARCHITECTURE)
     return head_dim
@@ -217,7 +217,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def used_shapes(config: ModelConfig, tensors: Container[str]) -> dict[str, tuple[int, ...]]:
-    """Every tensor that is used: those that must be there, and the optional ones that are."""
+    """Every tensor that is used: the required ones, and the optional ones that the file has."""
     shapes = tensor_shapes(config)
     optional = {f"blk.{i}.{name}.bias": name for i in range(config.layers) for name in BIASES}
     shapes |= {bias: shapes[f"blk.0.{name}.weight"][:1] for bias, name in optional.items() if bias in tensors}
@@ -256,8 +256,8 @@ def rope_table(
         frequency /= factors
     magnitude = config.yarn_attn_factor
     if config.rope_scaling == "yarn":
-        keep = yarn_ramp(config) * config.yarn_ext_factor  # share of each frequency that stays unscaled
-        frequency *= (1 - keep) / config.rope_factor + keep
+        unscaled = yarn_ramp(config) * config.yarn_ext_factor  # share of each frequency that stays unscaled
+        frequency *= (1 - unscaled) / config.rope_factor + unscaled
         if config.yarn_ext_factor:
             magnitude *= 1 + 0.1 * math.log(max(config.rope_factor, 1.0))
     else:

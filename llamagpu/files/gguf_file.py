@@ -56,7 +56,7 @@ SCALARS = {value_type: struct.Struct("<" + code) for value_type, code in TYPE_CO
 DTYPES = {value_type: np.dtype("<" + code) for value_type, code in TYPE_CODES.items()}
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 
-FOREIGN = (  # what people hand in by mistake, by its first bytes
+FOREIGN = (  # files that are given by mistake: first bytes, description, remedy
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself", "Run `git lfs pull`."),
     (b"PK\x03\x04", "a zip archive (perhaps a PyTorch checkpoint)", REMEDY_NOT_GGUF),
     (b"\x1f\x8b", "a gzip archive", "Unpack it first."),
@@ -78,7 +78,7 @@ class RawTensor:
 
 
 class GgufFile:
-    """A model. Of a split one any file may be named: the first holds the metadata, all hold tensors."""
+    """A model. `path` may be any file of a split model: the first one holds the metadata, all hold tensors."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -147,13 +147,13 @@ class GgufFile:
     def close(self) -> None:
         self.tensors = {}
         for mapped in self._maps:
-            with contextlib.suppress(BufferError):  # a tensor's data is still in use: its end unmaps the file
+            with contextlib.suppress(BufferError):  # a tensor's data is in use: freeing it unmaps the file
                 mapped.close()
         self._maps = []
 
 
 def read_metadata(path: Path, raw: bytes) -> dict[str, Any]:
-    """The metadata of a GGUF header that stands inside another file."""
+    """The metadata of a GGUF header that is embedded in another file."""
     _check_magic(path, raw)
     header = _Header(path, raw)
     try:
@@ -163,7 +163,7 @@ def read_metadata(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value out of a file, fit for one line of a message: control characters escaped, never long."""
+    """A value from a file for a message: on one line, shortened, with control characters escaped."""
     if isinstance(value, list | np.ndarray):
         return f"an array of {len(value):,}"
     text = str(value)
@@ -237,7 +237,7 @@ class _Header:
         self.strings = 0  # in arrays, so far
         self.alignment = 32  # of the data section
         self.tensor_count, self.key_count = struct.unpack_from("<QQ", buf, 8)
-        # The least a key takes is length 8 + type 4 + value 1; a tensor, length 8 + n_dims 4 + dim 8 + 12.
+        # A key takes at least 8 (length) + 4 (type) + 1 (value) bytes, a tensor 8 (length) + 4 (n_dims) + 8 (dim) + 12.
         self.check_count("metadata keys", self.key_count, 13, MAX_KEYS)
         self.check_count("tensors", self.tensor_count, 32, MAX_TENSORS)
 
@@ -245,7 +245,7 @@ class _Header:
         return BadFile(f"{self.path}: {cause}", REMEDY_REFETCH)
 
     def check_count(self, what: str, count: int, size: int, most: int = 1 << 63) -> None:
-        """Refuses what cannot fit into the bytes that are left, before anything is allocated."""
+        """Refuse a count that does not fit into the remaining bytes, before anything is allocated."""
         if count * size > self.end - self.pos:
             raise self.bad(f"it claims {count:,} {what}, more than the rest of it can hold")
         if count > most:
@@ -298,12 +298,12 @@ class _Header:
     def string_array(self, key: str, count: int) -> list[str]:
         self.check_count(f"strings in metadata key {shown(key)}", count, 8, MAX_STRINGS - self.strings)
         self.strings += count
-        # A vocabulary with a broken string would be silently wrong text later; elsewhere it does no harm.
+        # A broken string in a vocabulary would give wrong text without an error; elsewhere it does no harm.
         errors = "strict" if key.startswith("tokenizer.") else "replace"
         buf, pos, end, length_at = self.buf, self.pos, self.end, U64.unpack_from
         strings: list[str] = []
         try:
-            for _ in range(count):  # 410,000 times for a Llama 3 vocabulary: kept bare
+            for _ in range(count):  # 410,000 times for a Llama 3 vocabulary: without calls of methods
                 start = pos + 8
                 pos = start + length_at(buf, pos)[0]
                 if pos > end:

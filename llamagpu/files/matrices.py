@@ -1,7 +1,7 @@
-"""The matrices that a model runs, made from the tensors of a file.
+"""Builds the matrices that a model runs from the tensors of a file.
 
-q, k and v are concatenated, gate and up are interleaved row by row where their types allow it: fewer, larger
-dispatches.
+q, k and v are concatenated, and gate and up are interleaved row by row where their types allow it: this gives fewer and
+larger dispatches.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,19 +17,19 @@ from llamagpu.files.repack import layout_of, repack, to_f32
 from llamagpu.files.storage import Layout, PackedMatrix, concat, interleave, rope_rows, take_rows
 
 Tensors = Mapping[str, RawTensor]
-Rows = tuple[Layout, int]  # so many rows of one layout
+Rows = tuple[Layout, int]  # a layout, and the number of rows in it
 Pack = Callable[[RawTensor], PackedMatrix]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedMatrix:
-    matrices: list[PackedMatrix]  # one below the other
+    matrices: list[PackedMatrix]  # the shards of the matrix, in row order
     bias: NDArray[np.float32] | None = None  # [n]
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixSource:
-    """One matrix of the model: its description, which allocation and memory plan read, and the work of loading it."""
+    """One matrix of the model: a description for the allocation and the memory plan, and the function that loads it."""
 
     label: str  # "token_embd", "blk.3.qkv", ...
     rows: tuple[Rows, ...]
@@ -46,7 +46,7 @@ class MatrixSource:
 
 
 def layer_of(name: str) -> int | None:
-    """Of "blk.3.qkv" it is 3; None outside of the layers."""
+    """The number of the layer: 3 for "blk.3.qkv", None outside of the layers."""
     return int(name.split(".")[1]) if name.startswith("blk.") else None
 
 
@@ -58,18 +58,18 @@ def norm_names(config: ModelConfig) -> list[str]:
 
 def matrix_sources(tensors: Tensors, config: ModelConfig, pack: Pack = repack) -> list[MatrixSource]:
     """Every matrix in the order of use."""
-    found = [_plain(tensors, "token_embd", pack)]
+    found = [_single(tensors, "token_embd", pack)]
     for i in range(config.layers):
         found.append(_qkv(tensors, config, i, pack))
-        found.append(_plain(tensors, f"blk.{i}.attn_output", pack))
+        found.append(_single(tensors, f"blk.{i}.attn_output", pack))
         gate, up = f"blk.{i}.ffn_gate", f"blk.{i}.ffn_up"
         if tensors[f"{gate}.weight"].ggml_type == tensors[f"{up}.weight"].ggml_type:
             found.append(_gate_up(tensors, i, gate, up, pack))
         else:
-            found += [_plain(tensors, gate, pack), _plain(tensors, up, pack)]
-        found.append(_plain(tensors, f"blk.{i}.ffn_down", pack))
+            found += [_single(tensors, gate, pack), _single(tensors, up, pack)]
+        found.append(_single(tensors, f"blk.{i}.ffn_down", pack))
     if not config.tied:
-        found.append(_plain(tensors, "output", pack))
+        found.append(_single(tensors, "output", pack))
     return found
 
 
@@ -82,7 +82,7 @@ def _bias(tensors: Tensors, name: str) -> NDArray[np.float32] | None:
     return None if bias is None else to_f32(bias)
 
 
-def _plain(tensors: Tensors, name: str, pack: Pack) -> MatrixSource:
+def _single(tensors: Tensors, name: str, pack: Pack) -> MatrixSource:
     tensor = tensors[f"{name}.weight"]
 
     def load() -> LoadedMatrix:
@@ -92,7 +92,7 @@ def _plain(tensors: Tensors, name: str, pack: Pack) -> MatrixSource:
 
 
 def _qkv(tensors: Tensors, config: ModelConfig, i: int, pack: Pack) -> MatrixSource:
-    """q | k | v. Where RoPE pairs lie half a head apart, their rows are brought together."""
+    """q, k and v. The rows of NeoX RoPE pairs, which are half a head apart in the file, become neighbours."""
     names = [f"blk.{i}.attn_{name}" for name in "qkv"]
     each = [_rows(tensors[f"{name}.weight"]) for name in names]
     rows = tuple((layout, sum(n for _, n in run)) for layout, run in groupby(each, key=lambda rows: rows[0]))

@@ -1,7 +1,7 @@
-"""The packed checkpoint: a safetensors file that holds every matrix as the device wants it, fused and ordered.
+"""The packed checkpoint: a safetensors file with every matrix in the layout that is uploaded to the device.
 
-Loading maps the file and uploads from the map. Beside the matrices it holds a GGUF header for everything else.
-`llamagpu convert --to packed` writes it (convert/packed_writer.py).
+q, k, v and gate, up are fused. Loading maps the file and uploads from the map. An embedded GGUF header holds the
+metadata. `llamagpu convert --to packed` writes such a file (convert/packed_writer.py).
 """
 
 import json
@@ -104,8 +104,8 @@ class PackedFile:
         has_bias = f"{label}.bias" in self.arrays
         if has_bias and self._array(f"{label}.bias", 1, "F32").shape != (n,):
             raise self._bad(f"{label}.bias")
-        parts = dict(zip(names, layouts, strict=True))
-        return MatrixSource(label, tuple(zip(layouts, rows, strict=True)), has_bias, partial(self._load, label, parts))
+        shards = dict(zip(names, layouts, strict=True))
+        return MatrixSource(label, tuple(zip(layouts, rows, strict=True)), has_bias, partial(self._load, label, shards))
 
     def _layout(self, name: str, k: int) -> Layout:
         words = self._array(f"{name}.words", 2, *STORAGES)
@@ -122,18 +122,18 @@ class PackedFile:
         group = SUPER_BLOCK * (1 + has_offset) // max(1, size - 4) if bits == 8 else k // groups
         layout = Layout(storage, k, group, bool(has_offset), bits)
         known = group in (16, 32) and not (group == 16 and has_offset and storage is not Storage.Q4)
-        if not known or (storage is Storage.Q6 and group != 16):  # no GGUF type has it, and no kernel
+        if not known or (storage is Storage.Q6 and group != 16):  # no GGUF type has this layout, and no kernel reads it
             raise self._bad(f"{name}.scales")
         expected = (n, k // SUPER_BLOCK, layout.super_block_bytes) if bits == 8 else (n, k // group, layout.scale_width)
         if scales.shape != expected or k % (SUPER_BLOCK if bits == 8 else group):
             raise self._bad(f"{name}.scales")
         return layout
 
-    def _load(self, label: str, parts: dict[str, Layout]) -> LoadedMatrix:
+    def _load(self, label: str, shards: dict[str, Layout]) -> LoadedMatrix:
         bias = self._array(f"{label}.bias", 1, "F32") if f"{label}.bias" in self.arrays else None
         if bias is not None and not np.isfinite(bias).all():
             raise self._bad(f"{label}.bias")
-        return LoadedMatrix([self._matrix(name, layout) for name, layout in parts.items()], bias)
+        return LoadedMatrix([self._matrix(name, layout) for name, layout in shards.items()], bias)
 
     def _matrix(self, name: str, layout: Layout) -> PackedMatrix:
         words = self._array(f"{name}.words", 2, *STORAGES)

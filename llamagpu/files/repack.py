@@ -16,8 +16,8 @@ from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files.gguf_file import BLOCKS, REMEDY_REFETCH, RawTensor, shown
 from llamagpu.files.storage import SUPER_BLOCK, Layout, PackedMatrix, Storage, dequantize
 
-# File bytes that a packer takes at once. Fewer stay in L2, but a numpy call costs 1-3 us, and two threads fight for the
-# interpreter: 256 KiB gives 650 MB/s of Q4_K on one core or two, 1 MiB 760 and 1070 (Neoverse-N1).
+# File bytes that a packer takes at once. Smaller batches stay in L2, but a numpy call costs 1-3 us, and threads compete
+# for the interpreter: 256 KiB gives 650 MB/s of Q4_K on one core or two, 1 MiB 760 and 1070 (Neoverse-N1).
 BATCH_BYTES = 1 << 20
 Bytes = NDArray[Any]  # u8; numpy's types call some results of bitwise operations signed
 
@@ -26,7 +26,7 @@ Bytes = NDArray[Any]  # u8; numpy's types call some results of bitwise operation
 
 
 def _copy(to: NDArray[np.generic], source: NDArray[np.generic]) -> None:
-    # With the last axis as one void item numpy moves 16 bytes in 1 ns, as bytes in an inner loop of 8 ns.
+    # numpy copies 16 bytes in 1 ns if the last axis is one void item, and in 8 ns as single bytes.
     item = f"V{to.shape[-1]}"
     to.view(item)[...] = source.view(item)
 
@@ -265,7 +265,7 @@ def _repack_floats(tensor: RawTensor, n: int, k: int, threads: int) -> PackedMat
     def pack(start: int, stop: int) -> None:
         values = _widen(source[start:stop])
         words[start:stop, :k] = values
-        # only where f16 came to 65504 (0x7BFF) or beyond does the source need a look
+        # the source is checked only where the f16 value is 65504 (0x7BFF) or beyond
         if (words[start:stop].view(np.uint16) & 0x7FFF).max() >= 0x7BFF:
             _check_finite(tensor, values, start * k)
             worst = float(np.abs(values).max())

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files.gguf_file import REMEDY_REFETCH, shown
 
-# BF16 is the upper half of an f32: its bits, as numpy has no such type
+# BF16 is read as u16 bits, because numpy has no such type; they are the upper half of an f32
 DTYPES = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
     "I8": "i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An array in a file. It is read when `read` is called."""
+    """An array in a file; `read` reads it."""
 
     path: Path
     name: str
@@ -39,7 +39,7 @@ class Stored:
         return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
 
     def read(self, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Rows start .. stop, or all of it. Read, not mapped: mapped pages would count as our memory."""
+        """Read rows start .. stop, or all. The file is not mapped: mapped pages count as memory of the process."""
         stop = self.shape[0] if stop is None else stop
         row = math.prod(self.shape[1:])
         dtype = np.dtype(DTYPES[self.dtype])

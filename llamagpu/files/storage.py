@@ -1,4 +1,4 @@
-"""How a weight matrix is stored: the layouts, matrices in them, and what can be done with their rows."""
+"""How a weight matrix is stored: layouts, packed matrices, and operations on their rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 SUPER_BLOCK = 256  # weights that share a super-block scale
 TEXTURE_ROWS = 8  # matrix rows that lie side by side in one row of a texture
-TEXTURE_STRIDE = 32  # f32 rows of a texture are padded to a multiple of it: the most k that a kernel takes at once
+TEXTURE_STRIDE = 32  # f32 rows of a texture are padded to a multiple of the k that a kernel reads per iteration
 
 
 class Storage(StrEnum):
@@ -39,7 +39,7 @@ class Storage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the rows of a matrix are stored. Rows of equal layout can stand in one matrix."""
+    """How the rows of a matrix are stored. Rows of equal layout can be in one matrix."""
 
     storage: Storage
     k: int  # columns (inputs)

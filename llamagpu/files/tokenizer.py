@@ -1,5 +1,7 @@
 """Text to token ids and back, from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece ("llama").
-Both merge neighbouring symbols in the order llama.cpp does; the words' ids are kept, as most words recur."""
+
+Both merge neighbouring symbols in the order of llama.cpp. The ids of words are cached, because most words recur.
+"""
 
 import codecs
 import heapq
@@ -15,9 +17,9 @@ from numpy.typing import NDArray
 from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # values of tokenizer.ggml.token_type that matter here
-KEPT_WORDS = 1 << 15  # 100 KB of English holds about 5,000 different ones
+CACHED_WORDS = 1 << 15  # 100 KB of English has about 5,000 different words
 SPACE = "\u2581"  # how SentencePiece writes a space
-DAMAGED = "The file is damaged or was converted wrongly: fetch or convert it again."
+REMEDY_DAMAGED = "The file is damaged or was converted wrongly: fetch or convert it again."
 
 # Token texts that end generation, whatever the metadata says about them.
 END_TEXTS = (
@@ -29,11 +31,11 @@ END_TEXTS = (
     "<REPO>", "<reponame>", "<|file_sep|>",
 )  # fmt: skip
 
-# Python's re knows no Unicode categories. So each character beyond ASCII is replaced by a stand-in for its
-# category before the split; offsets stay the same.
-KINDS = ("Lu", "Ll", "Lt", "Lm", "Lo", "M", "N", "P", "S")
-STAND_INS = {kind: chr(0xE000 + i) for i, kind in enumerate(KINDS)}
-OTHER = "\ue009"
+# Python's re has no Unicode categories. Before the split each character beyond ASCII is replaced by a stand-in for its
+# category; offsets stay the same.
+CATEGORIES = ("Lu", "Ll", "Lt", "Lm", "Lo", "M", "N", "P", "S")
+STAND_INS = {category: chr(0xE000 + i) for i, category in enumerate(CATEGORIES)}
+OTHER_CATEGORY = "\ue009"
 UPPER, LOWER, LETTER = "A-Z\ue000\ue002-\ue005", "a-z\ue001\ue003-\ue005", "A-Za-z\ue000-\ue004"
 CASED, MARK, NUMBER = "A-Za-z\ue000-\ue002", "\ue005", "0-9\ue006"
 PUNCTUATION, SYMBOL = r"!-#%-*,-/:;?@\[-\]_{}" + "\ue007", "$+<->^`|~\ue008"
@@ -60,7 +62,7 @@ DEEPSEEK3 = (
     rf"[!-/:-@\[-`{{-~][A-Za-z]+|[^\r\n{LETTER}{PUNCTUATION}{SYMBOL}]?[{LETTER}{MARK}]+"
     rf"| ?[{PUNCTUATION}{SYMBOL}]+[\r\n]*|{BLANKS}"
 )
-# How a text is cut into words, by tokenizer.ggml.pre: each pattern cuts what the ones before it left whole.
+# The patterns that split a text into words, by tokenizer.ggml.pre. Each pattern splits the pieces of the one before it.
 PATTERNS: dict[str, tuple[str, ...]] = {
     "default": (rf"[{PUNCTUATION}$+<=>^~|]+", GPT2, f"[{NUMBER}]+", "[0-9]{3}"),
     "falcon": (rf"[{PUNCTUATION}$+<=>^~|`]+", GPT2, "[0-9]{3}"),
@@ -85,7 +87,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     ),
     "deepseek-v3": (DIGITS, "[\u4e00-\u9fa5\u3040-\u30ff]+", DEEPSEEK3),
 }  # fmt: skip
-SAME_PATTERN = {
+SAME_PATTERN = {  # other values of tokenizer.ggml.pre that split in the same way
     "llama3": "llama-bpe llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 dbrx smaug-bpe glm4 chatglm-bpe",
     "gpt-2": "phi-2 mpt olmo jais trillion gigachat a.x-4.0 mellum exaone4 granite-docling",
     "starcoder": "refact smollm command-r codeshell exaone minerva-7b mellum2",
@@ -105,10 +107,10 @@ WHOLE_WORD_FIRST = {*STARTS_WITH_BOS, "minicpm5"}  # a word that is a token is n
 
 
 def _byte_letters() -> str:
-    """The letter that stands for each byte in a byte-level vocabulary: itself where that can be seen."""
-    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = iter(range(0x100, 0x200))
-    return "".join(chr(byte if byte in seen else next(hidden)) for byte in range(256))
+    """The character that stands for each byte in a byte-level vocabulary: a printable byte stands for itself."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
 
 
 BYTE_LETTERS = _byte_letters()
@@ -116,10 +118,10 @@ LETTER_BYTES = {letter: bytes([byte]) for byte, letter in enumerate(BYTE_LETTERS
 
 
 class Tokenizer:
-    """Make one with `from_gguf`."""
+    """Converts text to token ids and back. `from_gguf` makes the right subclass."""
 
     def __init__(self, metadata: Mapping[str, Any], add_bos: bool, bos: int | None, eos: int | None) -> None:
-        """The last three hold where the metadata says nothing."""
+        """`add_bos`, `bos` and `eos` are defaults for files whose metadata lacks them."""
         self._tokens = _strings(metadata, "tokenizer.ggml.tokens")
         self.vocab_size = len(self._tokens)
         if "" in self._tokens:
@@ -127,7 +129,7 @@ class Tokenizer:
         self._ids = dict(zip(self._tokens, range(self.vocab_size), strict=True))
         if len(self._ids) != self.vocab_size:
             twice = next(i for i, text in enumerate(self._tokens) if self._ids[text] != i)
-            raise BadFile(f"tokenizer: token {twice} {self._tokens[twice][:40]!r} is there twice", DAMAGED)
+            raise BadFile(f"tokenizer: token {twice} {self._tokens[twice][:40]!r} is there twice", REMEDY_DAMAGED)
         self.bos_id = self._token_id(metadata, "bos", bos)
         self.eos_id = self._token_id(metadata, "eos", eos)
         self.add_bos = _flag(metadata, "add_bos_token", add_bos) and self.bos_id is not None
@@ -135,14 +137,14 @@ class Tokenizer:
         self.chat_template: str | None = _text(metadata, "tokenizer.chat_template")
         self.warning: str | None = None  # what about this vocabulary may make its ids wrong
         self._space_prefix = False
-        self._word_ids = lru_cache(KEPT_WORDS)(self._merged_ids)
+        self._word_ids = lru_cache(CACHED_WORDS)(self._merged_ids)
         self._mark_special(metadata)
 
     @staticmethod
     def from_gguf(metadata: Mapping[str, Any]) -> "Tokenizer":
         model = _text(metadata, "tokenizer.ggml.model")
         if model is None:
-            raise BadFile("the file has no tokenizer (tokenizer.ggml.model)", DAMAGED)
+            raise BadFile("the file has no tokenizer (tokenizer.ggml.model)", REMEDY_DAMAGED)
         if model not in MODELS:
             raise Unsupported(
                 f"the tokenizer {model[:40]!r} is not supported", f"Those that work: {', '.join(MODELS)}."
@@ -150,19 +152,22 @@ class Tokenizer:
         return MODELS[model](metadata)
 
     def encode(self, text: str, bos: bool | None = None, special: bool = True) -> list[int]:
-        """Without `bos` BOS goes in front and EOS behind as the file says; with it BOS does or does not.
-        `special` finds control tokens in the text; user-defined ones are always found.
-        Bytes that are not UTF-8 come as surrogates (errors="surrogateescape") and become byte tokens."""
+        """The token ids of a text.
+
+        `bos` says whether BOS is added in front; None adds BOS and EOS as the file says. With `special`, control tokens
+        are recognised in the text; user-defined tokens always are. Bytes that are not UTF-8 come as surrogates
+        (errors="surrogateescape") and become byte tokens.
+        """
         ids = []
         if self.bos_id is not None and (self.add_bos if bos is None else bos):
             ids.append(self.bos_id)
-        first = True  # at the start and after each special token a SentencePiece text gets its space
-        for part in self._split_special(text, special):
-            if isinstance(part, int):
-                ids.append(part)
+        first = True  # SentencePiece puts a space in front of the text and after each special token
+        for piece in self._split_special(text, special):
+            if isinstance(piece, int):
+                ids.append(piece)
                 first = True
                 continue
-            for word in self._words(part, first):
+            for word in self._words(piece, first):
                 ids.extend(self._word_ids(word))
             first = False
         if bos is None and self.add_eos and self.eos_id is not None:
@@ -170,7 +175,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], special: bool = True) -> str:
-        """What is not UTF-8 becomes U+FFFD. Without `special` control tokens are left out."""
+        """Bytes that are not UTF-8 become U+FFFD. Without `special`, control tokens are left out."""
         return self.decode_bytes(ids, special).decode("utf-8", "replace")
 
     def decode_bytes(self, ids: Iterable[int], special: bool = True) -> bytes:
@@ -197,7 +202,7 @@ class Tokenizer:
         return id in self._control_ids
 
     def token_text(self, id: int | None) -> str:
-        """A token as the vocabulary writes it; of no token, nothing (chat templates want BOS and EOS so)."""
+        """The text of a token in the vocabulary; empty for None, which is what chat templates get for a missing BOS."""
         if id is None:
             return ""
         if not 0 <= id < self.vocab_size:
@@ -218,32 +223,33 @@ class Tokenizer:
         if id is None:
             return None
         if type(id) is not int or not 0 <= id < self.vocab_size:
-            raise BadFile(f"{key} does not name one of the {self.vocab_size} tokens", DAMAGED)
+            raise BadFile(f"{key} does not name one of the {self.vocab_size} tokens", REMEDY_DAMAGED)
         return id
 
     def _mark_special(self, metadata: Mapping[str, Any]) -> None:
-        kinds = _numbers(metadata, "tokenizer.ggml.token_type", self.vocab_size, "iu")
-        if kinds is None:
-            kinds = np.ones(self.vocab_size)
-        self._byte_ids = set(np.flatnonzero(kinds == BYTE).tolist())
-        # Text that ends a turn must not be let in as plain text, even when the file does not call it control.
+        types = _numbers(metadata, "tokenizer.ggml.token_type", self.vocab_size, "iu")
+        if types is None:
+            types = np.ones(self.vocab_size)
+        self._byte_ids = set(np.flatnonzero(types == BYTE).tolist())
+        # END_TEXTS are control tokens even where the file gives them another type: without `special` a text must not
+        # be able to end the message that it stands in.
         named = {self._ids[text] for text in END_TEXTS if text in self._ids}
         ends = (self.eos_id, self._token_id(metadata, "eot"), self._token_id(metadata, "eom"))
         self._ends = named | {id for id in ends if id is not None}
-        self._control_ids = named | set(np.flatnonzero((kinds == CONTROL) | (kinds == UNKNOWN)).tolist())
-        self._special_ids = self._control_ids | set(np.flatnonzero(kinds == USER_DEFINED).tolist())
+        self._control_ids = named | set(np.flatnonzero((types == CONTROL) | (types == UNKNOWN)).tolist())
+        self._special_ids = self._control_ids | set(np.flatnonzero(types == USER_DEFINED).tolist())
         by_length = sorted(self._special_ids, key=lambda id: (-len(_utf8(self._tokens[id])), id))
         self._specials = [(self._tokens[id], id) for id in by_length]
 
     def _split_special(self, text: str, special: bool) -> list[str | int]:
-        """Longest token first, wherever it stands: an earlier, shorter one that overlaps it loses."""
-        parts: list[str | int] = [text] if text else []
+        """Split a text at its special tokens. Of two that overlap the longer one is found, also if it begins later."""
+        pieces: list[str | int] = [text] if text else []
         for token, id in self._specials:
             if token in text and (special or id not in self._control_ids):
-                parts = [piece for part in parts for piece in _cut(part, token, id)]
-        return parts
+                pieces = [cut for piece in pieces for cut in _cut(piece, token, id)]
+        return pieces
 
-    # What the two kinds of vocabulary do in their own way:
+    # Subclasses implement these:
 
     def _words(self, text: str, first: bool) -> Iterable[str]:
         raise NotImplementedError
@@ -272,9 +278,9 @@ class _Bpe(Tokenizer):
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
-        """ "left right" -> how early it is merged. Made when first needed: 90 ms for Llama 3's 280,147."""
+        """The rank of each merge "left right". Built at its first use: Llama 3's 280,147 merges take 90 ms."""
         count = len(self._merges)
-        # backwards, so that of two equal merges the first one counts
+        # in reverse, so that of two equal merges the first one counts
         return dict(zip(reversed(self._merges), range(count - 1, -1, -1), strict=True))
 
     def _words(self, text: str, first: bool) -> Iterable[str]:
@@ -303,9 +309,8 @@ class _Bpe(Tokenizer):
             if symbol in self._ids:
                 ids.append(self._ids[symbol])
             elif len(symbol) > 1:
-                raise BadFile(f"tokenizer: a merge makes {symbol[:40]!r}, which is not a token", DAMAGED)
-            # A byte without a token is dropped, as llama.cpp does: such vocabularies lack only bytes
-            # that UTF-8 never has.
+                raise BadFile(f"tokenizer: a merge makes {symbol[:40]!r}, which is not a token", REMEDY_DAMAGED)
+            # A byte without a token is dropped, as in llama.cpp: vocabularies lack only bytes that UTF-8 never uses.
         return ids
 
     def _unescape(self, text: str) -> bytes:
@@ -321,11 +326,11 @@ class _SentencePiece(Tokenizer):
         if scores is None:
             scores = np.zeros(self.vocab_size)
         if np.isnan(scores).any():
-            raise BadFile("tokenizer.ggml.scores holds NaN", DAMAGED)
+            raise BadFile("tokenizer.ggml.scores holds NaN", REMEDY_DAMAGED)
         self._costs = dict(zip(self._tokens, (-scores.astype(np.float64)).tolist(), strict=True))
         # Where no token has a space inside or at its end, no merge crosses the start of a word.
-        joined = re.search(f"[^{SPACE}\n]{SPACE}", "\n".join(self._tokens))
-        self._word = re.compile("(?s:.+)" if joined else f"{SPACE}*[^{SPACE}]+|{SPACE}+")
+        across_words = re.search(f"[^{SPACE}\n]{SPACE}", "\n".join(self._tokens))
+        self._word = re.compile("(?s:.+)" if across_words else f"{SPACE}*[^{SPACE}]+|{SPACE}+")
 
     def _words(self, text: str, first: bool) -> Iterable[str]:
         prefix = " " if first and self._space_prefix else ""
@@ -344,7 +349,7 @@ class _SentencePiece(Tokenizer):
         for id in (self._ids.get(f"<0x{byte:02X}>"), self._ids.get(chr(byte)), self._unknown_id):
             if id is not None:
                 return id
-        raise BadFile(f"tokenizer: no token for byte {byte} and none for unknown text", DAMAGED)
+        raise BadFile(f"tokenizer: no token for byte {byte} and none for unknown text", REMEDY_DAMAGED)
 
     def _unescape(self, text: str) -> bytes:
         return _utf8(text.replace(SPACE, " "))
@@ -354,7 +359,7 @@ MODELS: dict[str, Callable[[Mapping[str, Any]], Tokenizer]] = {"gpt2": _Bpe, "ll
 
 
 class StreamDecoder:
-    """Text as its tokens arrive. A character whose bytes are split over tokens comes with the last one."""
+    """Decodes tokens as they arrive. A character whose bytes are split over tokens comes with the last of them."""
 
     def __init__(self, tokenizer: Tokenizer, special: bool) -> None:
         self._tokenizer = tokenizer
@@ -369,19 +374,22 @@ class StreamDecoder:
         return self._decoder.decode(self._tokenizer.token_bytes(id))
 
     def flush(self) -> str:
-        """What is left at the end: a character that was never finished, as U+FFFD."""
+        """The rest of the text at the end: U+FFFD if a character is incomplete."""
         return self._decoder.decode(b"", final=True)
 
 
-def merge(symbols: list[str], joint: str, order: Mapping[str, float]) -> list[str]:
-    """Joins neighbours while any pair has an order, the lowest first, of equals the leftmost.
-    A pair is looked up as left + joint + right. n symbols take at most n - 1 joins, whatever the table is."""
+def merge(symbols: list[str], separator: str, ranks: Mapping[str, float]) -> list[str]:
+    """Merge neighbours while any two have a rank: the lowest rank first, the leftmost of equals.
+
+    Two neighbours are looked up as left + separator + right. n symbols take at most n - 1 merges, whatever the table
+    holds.
+    """
     after = [*range(1, len(symbols)), -1]
     before = list(range(-1, len(symbols) - 1))
-    heap: list[tuple[float, int, int, int]] = []  # order, left, right, letters in both
+    heap: list[tuple[float, int, int, int]] = []  # rank, left, right, length of both
 
     def look_up(left: int, right: int) -> None:
-        rank = order.get(symbols[left] + joint + symbols[right])
+        rank = ranks.get(symbols[left] + separator + symbols[right])
         if rank is not None:
             heapq.heappush(heap, (rank, left, right, len(symbols[left]) + len(symbols[right])))
 
@@ -391,7 +399,7 @@ def merge(symbols: list[str], joint: str, order: Mapping[str, float]) -> list[st
         _, left, right, size = heapq.heappop(heap)
         a, b = symbols[left], symbols[right]
         if not a or not b or len(a) + len(b) != size:
-            continue  # one of the two has been joined to something else since
+            continue  # one of the two has been merged with another symbol since
         symbols[left], symbols[right] = a + b, ""
         after[left] = after[right]
         if after[left] >= 0:
@@ -403,31 +411,31 @@ def merge(symbols: list[str], joint: str, order: Mapping[str, float]) -> list[st
 
 
 def _categories(text: str) -> str:
-    """The text with a stand-in for each character beyond ASCII, and a vertical tab for such blanks."""
+    """The text with a stand-in for each character beyond ASCII; whitespace beyond ASCII becomes a vertical tab."""
     if text.isascii():
         return text
     table = {}
     for letter in set(text):
         if letter > "\x7f":
             category = unicodedata.category(letter)
-            stand_in = STAND_INS.get(category) or STAND_INS.get(category[0], OTHER)
+            stand_in = STAND_INS.get(category) or STAND_INS.get(category[0], OTHER_CATEGORY)
             table[ord(letter)] = "\v" if letter.isspace() else stand_in
     return text.translate(table)
 
 
-def _cut(part: str | int, token: str, id: int) -> Iterable[str | int]:
-    if isinstance(part, int):
-        yield part
+def _cut(piece: str | int, token: str, id: int) -> Iterable[str | int]:
+    if isinstance(piece, int):
+        yield piece
         return
-    for i, piece in enumerate(part.split(token)):
+    for i, text in enumerate(piece.split(token)):
         if i:
             yield id
-        if piece:
-            yield piece
+        if text:
+            yield text
 
 
 def _utf8(text: str) -> bytes:
-    """Surrogates that stand for single bytes become those; any others the three bytes they would take."""
+    """Surrogates that stand for single bytes become these bytes; other surrogates take three bytes."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -437,35 +445,35 @@ def _utf8(text: str) -> bytes:
 def _text(metadata: Mapping[str, Any], key: str) -> str | None:
     value = metadata.get(key)
     if value is not None and not isinstance(value, str):
-        raise BadFile(f"{key} is not text", DAMAGED)
+        raise BadFile(f"{key} is not text", REMEDY_DAMAGED)
     return value
 
 
 def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
     value = metadata.get(f"tokenizer.ggml.{name}", default)
     if not isinstance(value, bool):
-        raise BadFile(f"tokenizer.ggml.{name} is neither true nor false", DAMAGED)
+        raise BadFile(f"tokenizer.ggml.{name} is neither true nor false", REMEDY_DAMAGED)
     return value
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     values = metadata.get(key)
     if not isinstance(values, list) or (not values and key.endswith("tokens")):
-        raise BadFile(f"{key} is not a list of strings", DAMAGED)
+        raise BadFile(f"{key} is not a list of strings", REMEDY_DAMAGED)
     try:
-        "".join(values)  # the quickest look at the type of each: 5 ms for 280,147
+        "".join(values)  # the fastest check of all types: 5 ms for 280,147 strings
     except TypeError:
-        raise BadFile(f"{key} holds something that is not text", DAMAGED) from None
+        raise BadFile(f"{key} holds something that is not text", REMEDY_DAMAGED) from None
     return values
 
 
-def _numbers(metadata: Mapping[str, Any], key: str, count: int, kinds: str) -> NDArray[Any] | None:
+def _numbers(metadata: Mapping[str, Any], key: str, count: int, dtype_kinds: str) -> NDArray[Any] | None:
     if key not in metadata:
         return None
     try:
         values = np.asarray(metadata[key])
     except ValueError:  # lists of different lengths
         values = np.zeros(0, dtype=object)
-    if values.dtype.kind not in kinds or values.ndim != 1 or len(values) < count:
-        raise BadFile(f"{key} is not a list of {count} numbers", DAMAGED)
+    if values.dtype.kind not in dtype_kinds or values.ndim != 1 or len(values) < count:
+        raise BadFile(f"{key} is not a list of {count} numbers", REMEDY_DAMAGED)
     return values[:count]

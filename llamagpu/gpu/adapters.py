@@ -13,7 +13,7 @@ import wgpu
 
 from llamagpu.errors import NoAdapter
 
-ADAPTER_TYPES = ("DiscreteGPU", "IntegratedGPU", "VirtualGPU", "Unknown", "CPU")  # the most wanted first
+ADAPTER_TYPES = ("DiscreteGPU", "IntegratedGPU", "VirtualGPU", "Unknown", "CPU")  # in order of preference
 BACKENDS = ("Metal", "Vulkan", "D3D12")  # preferred to OpenGL
 REMEDY_NO_ADAPTER = (
     "install a Vulkan driver: your GPU vendor's, or Mesa's software one (apt-get install mesa-vulkan-drivers)"
@@ -21,7 +21,7 @@ REMEDY_NO_ADAPTER = (
 
 
 def list_adapters() -> list[Any]:
-    """Every adapter, the most wanted first. OpenGL is asked for only where nothing else is there: it logs to stderr."""
+    """All adapters, in order of preference. OpenGL is tried only if there is no other: it logs to stderr."""
     from wgpu.backends.wgpu_native.extras import set_instance_extras
 
     speed_up_cffi_parser()
@@ -54,7 +54,7 @@ def select_adapter(found: list[Any], wanted: str | None) -> Any:
 
 
 def missing_vulkan() -> str:
-    """Which part of Vulkan is missing, where that can be found out."""
+    """What is missing for Vulkan, if that can be found out."""
     if sys.platform != "linux":
         return ""
     try:

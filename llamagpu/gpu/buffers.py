@@ -13,7 +13,7 @@ TEXEL_BYTES = 16  # all textures have four 32-bit channels
 
 
 class Buffer(Protocol):
-    """A wgpu.GPUBuffer, as far as this package uses it."""
+    """The attributes of wgpu.GPUBuffer that this package uses."""
 
     @property
     def size(self) -> int: ...
@@ -23,7 +23,7 @@ class Buffer(Protocol):
 
 
 class Texture(Protocol):
-    """A wgpu.GPUTexture, as far as this package uses it."""
+    """The attributes of wgpu.GPUTexture that this package uses."""
 
     @property
     def width(self) -> int: ...
@@ -55,8 +55,8 @@ Bindable = Buffer | BufferRange | Texture
 def padded_ranges(gpu: "Gpu", sizes: Sequence[int], label: str) -> list[BufferRange]:
     """Allocate one buffer and cut it into ranges with cache-line padding before, between and after them.
 
-    No range shares a cache line with another one or with another buffer. Where in a line the buffer begins is not
-    known, so a whole ALIGN of padding stands at both ends.
+    No range shares a cache line with another one or with another buffer. The offset of the buffer
+    in a line is unknown, so both ends have ALIGN bytes of padding.
     """
     starts = list(accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=ALIGN))
     buffer = gpu.zeros(starts[-1] + ALIGN, label)

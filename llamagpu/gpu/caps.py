@@ -1,4 +1,4 @@
-"""What an adapter offers: the features and limits that this package asks for, and the facts that routes read."""
+"""Capabilities of an adapter: the features and limits that this package requests, and the facts that routes read."""
 
 import os
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Caps:
     """The facts about an open device that decide which kernels run."""
 
     cpu: bool  # a software adapter
-    native_f16: bool  # converts f16 to f32 itself, subnormals included
+    native_f16: bool  # converts f16 to f32 exactly, subnormals included
     subgroup: int  # lanes of a subgroup; 0: no subgroups
     workgroups: int  # per dimension of a dispatch
     binding_bytes: int  # of one storage binding, never more than a buffer
@@ -54,7 +54,7 @@ def grid_barrier_allowed(adapter_type: str, backend: str) -> bool:
     """Whether workgroups of one dispatch may wait for each other.
 
     WebGPU promises neither that they run at the same time nor that they see each other's stores. Vulkan drivers of GPUs
-    do both in practice, and a model probes it when it loads. LLAMAGPU_FUSED=0 says no, 1 says yes on any adapter.
+    do both in practice, and a model probes it when it loads. LLAMAGPU_FUSED=0 disables it, 1 enables it on any adapter.
     """
     wanted = os.environ.get("LLAMAGPU_FUSED", "")
     return wanted == "1" or (wanted != "0" and adapter_type != "CPU" and backend == "Vulkan")

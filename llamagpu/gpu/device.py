@@ -30,14 +30,14 @@ from llamagpu.gpu.fuse import Stage, fuse
 
 TEXTURE_USAGE = wgpu.TextureUsage.STORAGE_BINDING | wgpu.TextureUsage.COPY_SRC | wgpu.TextureUsage.COPY_DST
 STORAGE_USAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
-STAGING_BYTES = 64 << 20  # on their way to the device at a time
+STAGING_BYTES = 64 << 20  # most bytes in flight to the device
 
 GridFunction = Callable[[int, int], Grid]  # of the rows of a step and its first position
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One kernel launch, compiled and bound when that is first asked for."""
+    """One kernel launch, compiled and bound at its first use."""
 
     gpu: "Gpu" = field(repr=False)
     kernel: str  # name of the kernel file
@@ -165,7 +165,7 @@ class Gpu:
             self.device.queue.write_buffer(buffer, offset + words, last)
 
     def _staged(self, size: int) -> None:
-        """wgpu keeps a copy of everything that is written until a submission with it has completed."""
+        """Count written bytes and flush at STAGING_BYTES: wgpu copies them until a submission has completed."""
         self.staged_bytes += size
         if self.staged_bytes >= STAGING_BYTES:
             self.staged_bytes = 0
@@ -185,7 +185,7 @@ class Gpu:
         self.device.queue.submit([encoder.finish()])
 
     def staging_buffer(self, size: int) -> Any:
-        """A mappable buffer of this size: one that has been read already, or a new one."""
+        """A mappable buffer of this size, reused if possible."""
         for i, buffer in enumerate(self.staging):
             if buffer.size == size:
                 return self.staging.pop(i)
@@ -285,7 +285,7 @@ class Gpu:
         source, bindings = fuse(stages, workgroups, self.caps.subgroup, barrier, layers)
         return Dispatch(self, "fused_layers", source, {}, bindings, (workgroups, 1, 1), op="layers")
 
-    # Probes: what adapter.info and adapter.features say is not always true
+    # Probes: adapter.info and adapter.features are not always true
 
     def _probe_native_f16(self) -> bool:
         """Whether f16 converts to f32 exactly, subnormals included: super-block scales are often subnormal."""
@@ -300,7 +300,7 @@ class Gpu:
             return False
 
     def _probe_subgroup_size(self) -> int:
-        """Lanes of a subgroup, 0 without the feature. adapter.info gives placeholders, so a kernel is asked."""
+        """Lanes of a subgroup, 0 without the feature. adapter.info gives placeholders, so a kernel measures it."""
         if "subgroup" not in self.features:
             return 0
         source = (
@@ -310,7 +310,7 @@ class Gpu:
         return int(self._probe(source)[0])
 
     def _probe(self, source: str, first: int = 0) -> NDArray[np.uint32]:
-        """Run a kernel on four words, the first of them given; the words afterwards."""
+        """Run a kernel on four words, of which the first is given; return the words."""
         module = self.device.create_shader_module(code=source, label="probe")
         stage = {"module": module, "entry_point": "main"}
         pipeline = self.device.create_compute_pipeline(layout="auto", compute=stage)

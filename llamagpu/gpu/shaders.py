@@ -2,7 +2,7 @@
 
 A kernel is its parts, in order, followed by the kernel file (kernels/README.md). It declares every shape as
 `const NAME: type = default;`, and the host sets these constants by name, so that a pipeline is made for one shape and
-the driver sees plain numbers. Declarations of one line (const, struct, binding) may stand in several files of a
+the driver sees plain numbers. Declarations of one line (const, struct, binding) may be in several files of a
 composition: the first is kept.
 """
 
@@ -18,7 +18,7 @@ CONST = re.compile(r"^const (\w+): (u32|f32|bool) = ([^;]+);", re.M)
 BINDING = re.compile(r"^@group\(0\) @binding\((\d+)\) var(?:<([^>]+)>)? (\w+):", re.M)
 FUSED_CALLS = re.compile(
     r"(?<!fn )\b(layer\(\)|slab_index\(\)|wait\(index)"
-)  # answered by unfused.wgsl outside of a fused kernel
+)  # defined by unfused.wgsl outside of a fused kernel
 
 
 def kernel_root() -> Path:
@@ -81,7 +81,7 @@ def constants(name: str) -> dict[str, int]:
     """The u32 constants of a kernel file that are plain numbers: tile sizes are read from the file, never typed
     twice.
     """
-    return {n: int(v[:-1]) for n, kind, v in CONST.findall(read(name)) if kind == "u32" and v[:-1].isdigit()}
+    return {n: int(v[:-1]) for n, wgsl_type, v in CONST.findall(read(name)) if wgsl_type == "u32" and v[:-1].isdigit()}
 
 
 def binding_numbers(source: str) -> dict[str, int]:

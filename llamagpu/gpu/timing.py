@@ -1,4 +1,4 @@
-"""Time on the device's own clock: around passes and between dispatches; and what memory and arithmetic reach at best.
+"""Measures time on the device's clock, around passes and between dispatches, and peak bandwidth and arithmetic.
 
 Without timestamps the host's clock is used.
 """
@@ -22,7 +22,7 @@ RAMP_S = 0.6  # an idle H200 takes half a second to raise its clocks; until then
 
 
 class Timestamps:
-    """A growing row of GPU timestamps, read back all at once."""
+    """A growing list of GPU timestamps, read back all at once."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -30,7 +30,7 @@ class Timestamps:
         self.count = 0
 
     def next(self) -> tuple[Any, int]:
-        """The next query: its query set and its index there. Pairs taken together lie in one set."""
+        """The next query: its query set and its index there. Queries 2i and 2i + 1 are in one set."""
         if self.count == len(self.query_sets) * QUERIES:
             queries = self.gpu.device.create_query_set(type="timestamp", count=QUERIES, label="timestamps")
             self.query_sets.append(queries)
@@ -58,14 +58,14 @@ class Timestamps:
 
 @dataclass(slots=True)
 class Span:
-    """One submission: what it held, and when the host did what (seconds of perf_counter)."""
+    """One submission: its size, and the times of the host (seconds of perf_counter)."""
 
     steps: int
     dispatches: int
     began: float
     recorded: float
     submitted: float = 0.0
-    done: float = 0.0  # its result was there; 0: nobody waited for it
+    done: float = 0.0  # when its result arrived; 0: nothing waited for it
     submitting: float = 0.0  # when the submission of the recorded pass began
 
 
@@ -79,7 +79,7 @@ class TimedPending(Pending):
 
 
 class TimedRecorder(Recorder):
-    """A Recorder that keeps a Span of every submission, and its begin and end on the GPU's clock."""
+    """A Recorder that stores a Span of every submission, and its begin and end on the GPU's clock."""
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__(gpu)
@@ -131,7 +131,7 @@ def busy_ns(passes: NDArray[np.float64]) -> float:
 
 
 class Stopwatch:
-    """Times steps. Each call makes a submission of its own and waits for it."""
+    """Times steps. Each call makes one submission and waits for it."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -173,8 +173,8 @@ class Stopwatch:
     ) -> float:
         """The median time of one unit, a few dispatches that belong together.
 
-        Units run one after another until 5 ms are full. Several units, over copies of the data, keep the data from
-        coming out of the cache.
+        Units repeat until 5 ms are full. Several units over clones of the data keep the data from being read from a
+        cache.
         """
         software = self.gpu.software
         once = [Step(Plan(units[0]), rows, position)]
@@ -190,7 +190,7 @@ class Stopwatch:
 
 
 def warm_up(gpu: Gpu, run: Callable[[], object], seconds: float = RAMP_S) -> None:
-    """Run it once, and on a GPU until its clocks are up."""
+    """Run the work once, and on a GPU until its clocks are up."""
     end = time.perf_counter() + (0 if gpu.software else seconds)
     run()
     while time.perf_counter() < end:

@@ -82,7 +82,7 @@ def fetch_from_hub(spec: str, progress: bool, offline: bool) -> Path:
         return _online(wanted, progress)
     except LlamaGpuError:
         raise
-    except Exception as error:  # its own, its Rust downloader's, or its HTTP library's, which changed twice
+    except Exception as error:  # of the library, its Rust downloader or its HTTP library, which has changed twice
         raise _explain(wanted.repo, error) from error
 
 
@@ -90,7 +90,7 @@ def _quieten(progress: bool) -> None:
     from huggingface_hub.utils.logging import get_logger
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    get_logger("huggingface_hub").setLevel("ERROR")  # its retry notices would hide our one line
+    get_logger("huggingface_hub").setLevel("ERROR")  # its retry notices would hide our message
     if not progress:
         disable_progress_bars()
 
@@ -152,7 +152,7 @@ def _cached(wanted: HubSpec) -> Path:
 
 
 def _is_no_answer(error: Exception) -> bool:
-    """No answer, or one (429, 5xx) that says nothing about the repository."""
+    """Whether the hub did not answer, or gave an answer (429, 5xx) that says nothing about the repository."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return not isinstance(error, HfHubHTTPError) or error.response.status_code in (429, *range(500, 600))

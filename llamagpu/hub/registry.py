@@ -119,8 +119,8 @@ def remove(name: str) -> Path:
 def cache_dir() -> Path:
     import platformdirs  # here: `--help` and `-m FILE` do not need it
 
-    chosen = os.environ.get("LLAMAGPU_CACHE")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("llamagpu", False))
+    folder = os.environ.get("LLAMAGPU_CACHE")
+    return Path(folder).expanduser() if folder else Path(platformdirs.user_cache_dir("llamagpu", False))
 
 
 def models_dir() -> Path:
@@ -146,7 +146,7 @@ def _fetch(name: str, progress: bool, offline: bool) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder / f".{name}.lock", name, progress):
-            for leftover in folder.glob(f".{name}.tmp-*"):  # of a run that was killed
+            for leftover in folder.glob(f".{name}.tmp-*"):  # left by a run that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
             if found := _cached(name):  # another run fetched it while this one waited
                 return found

@@ -7,7 +7,7 @@ from html import escape
 from llamagpu.profile.profile import Phase, Profile, Total, totals
 from llamagpu.profile.report import COLUMNS, cells
 
-# A colour for each category of operations, told apart by colour-blind eyes and legible on white and on black
+# A colour for each category of operations: distinct for colour-blind readers, legible on white and on black
 CATEGORIES = {
     "qkv": "#4477aa",
     "attention": "#ee6677",
@@ -148,17 +148,17 @@ def roofline(profile: Profile) -> str:
     y0, y1 = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(*ys, peak)))
     left, top, width, height = 76, 12, WIDTH - 76 - 170, 340
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def to_pixels(x: float, y: float) -> tuple[float, float]:
         across = (math.log10(x) - x0) / max(1, x1 - x0)
         return left + width * across, top + height * (1 - (math.log10(y) - y0) / max(1, y1 - y0))
 
     elements = []
     for power in range(x0, x1 + 1):
-        x, _ = place(10.0**power, 10.0**y0)
+        x, _ = to_pixels(10.0**power, 10.0**y0)
         elements.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{top + height}"/>')
         elements.append(f'<text x="{x:.1f}" y="{top + height + 18}" text-anchor="middle">{10.0**power:g}</text>')
     for power in range(y0, y1 + 1):
-        _, y = place(10.0**x0, 10.0**power)
+        _, y = to_pixels(10.0**x0, 10.0**power)
         elements.append(f'<line class="grid" x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
         elements.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{si(10.0**power, "")}</text>')
     elements.append(
@@ -169,22 +169,23 @@ def roofline(profile: Profile) -> str:
     for name, roof, dash in roofs:
         knee = min(max(roof / profile.copy, 10.0**x0), 10.0**x1)
         start = max(10.0**x0, 10.0**y0 / profile.copy)
+        end = to_pixels(10.0**x1, roof)
         line = " ".join(
             f"{x:.1f},{y:.1f}"
-            for x, y in (place(start, min(start * profile.copy, roof)), place(knee, roof), place(10.0**x1, roof))
+            for x, y in (to_pixels(start, min(start * profile.copy, roof)), to_pixels(knee, roof), end)
         )
         elements.append(f'<polyline class="roof" points="{line}"{dash}/>')
-        x, y = place(10.0**x1, roof)
+        x, y = end
         elements.append(f'<text class="name" x="{x + 6:.1f}" y="{y + 4:.1f}">{name} {si(roof, "OP/s")}</text>')
-    places = [place(x, y) for x, y in zip(xs, ys, strict=True)]
-    return svg(top + height + 48, "Roofline", elements + marks(found, places, left + width * 0.6)) + names_of(profile)
+    centres = [to_pixels(x, y) for x, y in zip(xs, ys, strict=True)]
+    return svg(top + height + 48, "Roofline", elements + marks(found, centres, left + width * 0.6)) + names_of(profile)
 
 
-def marks(found: Sequence[tuple[int, Total]], places: Sequence[tuple[float, float]], middle: float) -> list[str]:
+def marks(found: Sequence[tuple[int, Total]], centres: Sequence[tuple[float, float]], middle: float) -> list[str]:
     """A circle for each operation of the first phase, a square for the second; names do not overlap."""
     shapes, names = [], []
     taken: list[tuple[float, float]] = []
-    for (which, t), (x, y) in sorted(zip(found, places, strict=True), key=lambda row: row[1][1]):
+    for (which, t), (x, y) in sorted(zip(found, centres, strict=True), key=lambda row: row[1][1]):
         op = t.name.split(" (")[0]
         rates = f"{si(t.flops / t.net_ns * 1e9, 'OP/s')}, {t.bytes / t.net_ns:.1f} GB/s"
         tooltip = f"<title>{escape(f'{t.name}: {rates}, {t.flops / t.bytes:.3g} operations per byte')}</title>"

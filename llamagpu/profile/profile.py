@@ -24,7 +24,7 @@ from llamagpu.gpu.timing import Span, Stopwatch, copy_bandwidth, peak_flops, war
 
 REPEATS = 5
 INT8_VALUE_BYTES = 1.5  # an int8 block of 32 activations takes 48 bytes
-# Bytes read and written for each value of a row-wise operation; 8 where nothing else is said
+# Bytes read and written for each value of a row-wise operation; the default is 8
 ROW_WISE_BYTES = {
     "quantise_int8": 4 + INT8_VALUE_BYTES,
     "rms_norm_int8": 4 + INT8_VALUE_BYTES,
@@ -156,7 +156,7 @@ def decoding(engine: Engine, start: int, count: int) -> list[Step]:
 
 
 def rewind(engine: Engine, first: Step) -> None:
-    """Write the inputs of the first step again: decode steps write those of the next step themselves."""
+    """Write the inputs of the first step again: each decode step replaces them by those of the next."""
     segment = Segment(0, first.position, [0] * first.rows)
     engine.model.step.write([segment], engine.cache.capacity, engine.cache.slots)
 
@@ -173,7 +173,7 @@ def quickest(engine: Engine, watch: Stopwatch, steps: list[Step]) -> float:
 
 
 def phase(engine: Engine, watch: Stopwatch, name: str, steps: list[Step]) -> Phase:
-    """Run `steps` several times from the same position; the fastest pass with timestamps and without them counts."""
+    """Run `steps` several times from the same position; keep the fastest pass with timestamps and without."""
 
     def run() -> tuple[NDArray[np.float64], Span]:
         rewind(engine, steps[0])
@@ -183,7 +183,7 @@ def phase(engine: Engine, watch: Stopwatch, name: str, steps: list[Step]) -> Pha
     run()
     stamps, host = min((run() for _ in range(REPEATS)), key=lambda found: found[0][-1] - found[0][0])
     widths = np.diff(stamps)
-    # A timestamp costs the same everywhere, and no more than the shortest dispatch took with one.
+    # Every timestamp costs the same, and no more than the shortest dispatch took with one.
     cost = float(np.clip((widths.sum() - plain_ns) / len(widths), 0, widths.min()))
     net = np.maximum(widths - cost, widths / 20)
     timings: list[DispatchTiming] = []

@@ -46,7 +46,7 @@ def kernel_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
 
 # Linears
 
-PLAIN = Weight(Storage.Q4, 71, 576)
+Q4_WEIGHT = Weight(Storage.Q4, 71, 576)
 STORAGES = (
     Weight(Storage.Q8, 71, 576),
     Weight(Storage.F16, 71, 576),
@@ -59,10 +59,10 @@ LONG = (
     Weight(Storage.Q4, 31, 8448, 32, has_offset=True, scale_bits=8),
     Weight(Storage.Q6, 30, 8448, 16, scale_bits=8),
 )
-WIDE = (Weight(Storage.Q4, 8193, 64), Weight(Storage.Q4, 3073, 64))  # with tiles of their own
+WIDE = (Weight(Storage.Q4, 8193, 64), Weight(Storage.Q4, 3073, 64))  # these n have other GEMM tiles
 
 InputMode = tuple[Inputs, Prologue]
-INPUT_MODES: dict[InputMode, int] = {  # and what k must be a multiple of
+INPUT_MODES: dict[InputMode, int] = {  # k must be a multiple of the value
     (Inputs.F32, Prologue.NONE): 1,
     (Inputs.INT8, Prologue.NONE): 32,
     (Inputs.INT8, Prologue.NORM): 576,
@@ -74,7 +74,7 @@ STAGE_MODES = (
     INTERLEAVED,
 )
 STAGES = (
-    *((PLAIN, mode) for mode in STAGE_MODES),
+    *((Q4_WEIGHT, mode) for mode in STAGE_MODES),
     *((weight, mode) for weight in LONG for mode in ((Inputs.INT8, Prologue.NORM), INTERLEAVED)),
 )
 
@@ -82,13 +82,13 @@ STAGES = (
 def linear_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
     """Each row of the table on one shape, each kernel on every storage."""
     table = (*routes.LINEAR, baselines.GEMM_ROWS)
-    for weight in (PLAIN,) if quick else (PLAIN, *STORAGES):
+    for weight in (Q4_WEIGHT,) if quick else (Q4_WEIGHT, *STORAGES):
         for mode in (mode for mode, multiple in INPUT_MODES.items() if weight.k % multiple == 0):
             for m in (1,) if mode[1] is not Prologue.NONE else (1, 3, 8, 16, 70):
                 fitting = [route for route in table if fits(route, weight.shape(m, *mode), gpu.caps)]
-                if m in (3, 8, 16):  # for kernels that take no more
+                if m in (3, 8, 16):  # only for kernels that take no more rows
                     fitting = [route for route in fitting if not fits(route, weight.shape(70, *mode), gpu.caps)]
-                if weight is not PLAIN or quick:
+                if weight is not Q4_WEIGHT or quick:
                     fitting = list({route.kernel: route for route in reversed(fitting)}.values())
                 for route in distinct(fitting):
                     yield linear_case(gpu, route, weight, mode, m)
@@ -117,12 +117,12 @@ def tuning(route: Route[S]) -> str:
 
 
 def distinct(table: Iterable[Route[S]]) -> Iterable[Route[S]]:
-    """Rows that make different kernels: some differ only in the shapes that they fit."""
+    """Drop routes that give the same kernel: some differ only in the shapes that they fit."""
     return {(route.kernel, str(route.consts)): route for route in table}.values()
 
 
 def stage_cases(gpu: Gpu) -> Iterator[Case]:
-    """linear_gemv_fused as a kernel of its own, with fewer workgroups than rows need.
+    """linear_gemv_fused as a separate kernel, with fewer workgroups than rows need.
 
     Two shapes have more iterations than the prefetch covers, and lanes that are idle in the last one.
     """
@@ -140,7 +140,7 @@ def linear(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode, m: i
 
 
 def run_linear(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode, output: Output, m: int = 1) -> Floats:
-    """Run it; the [m, n] results in float64."""
+    """Run the linear; return the [m, n] results in float64."""
     shard, packed = weight.upload(gpu)
     given = linear_inputs(gpu, m, weight.k, *mode)
     make = Ops(gpu, step_buffer(gpu, m))

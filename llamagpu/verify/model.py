@@ -28,10 +28,10 @@ from llamagpu.verify.reference import (
     swiglu,
 )
 
-F16_CACHE = (1e-8, 1e-4)  # the reference rounds keys and values to f16 as well; a few fall to the other side
-FAST = (5e-4, 5e-2)  # in every layer some int8 values fall to the other side: 5e-5 was seen on an H200
+F16_CACHE = (1e-8, 1e-4)  # the reference rounds keys and values to f16 as well; a few round differently
+FAST = (5e-4, 5e-2)  # in every layer some int8 values round differently: 5e-5 measured on an H200
 CONTEXT, CHUNK = 64, 16
-PROMPT, STEPS = 21, 4  # a whole chunk and a part of one, then single tokens
+PROMPT, STEPS = 21, 4  # a full chunk and an incomplete one, then single tokens
 
 Tensors = dict[str, Array]  # the weights in float64, by name
 Mode = tuple[Precision, Backend]
@@ -68,7 +68,7 @@ def model_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
         return np.array(got), np.array(want)
 
     def greedy(mode: Mode) -> Answer:
-        """Tokens sampled and fed back on the device against those that the host takes from the logits."""
+        """Tokens sampled and fed back on the device against tokens that the host samples from the logits."""
         engine, _ = build(mode)
         sequence = Sequence()
         engine.prefill(sequence, [1, 2, 3])
@@ -96,7 +96,7 @@ def tiny_weights(gpu: Gpu, config: ModelConfig, backend: Backend) -> tuple[Weigh
 
     def matrix(name: str, storage: Storage, n: int, k: int, has_offset: bool = False) -> Matrix:
         packed = Weight(storage, n, k, 32, has_offset).packed()
-        if packed.scales is not None:  # another matrix than the last one of this shape
+        if packed.scales is not None:  # makes the matrix differ from the last one of this shape
             packed.scales[...] = random(name).standard_normal(packed.scales.shape) * 0.01
         tensors[name] = dequantize(packed)
         return upload_matrix(gpu, [packed], name, target)

@@ -17,7 +17,7 @@ from llamagpu.files.storage import Storage
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Recorder
 from llamagpu.gpu.shaders import constants
-from llamagpu.verify.kernels import PLAIN, norm_data
+from llamagpu.verify.kernels import Q4_WEIGHT, norm_data
 from llamagpu.verify.reference import (
     COPIED,
     INT8_BLOCK,
@@ -43,13 +43,13 @@ SAMPLED = 300  # tokens
 
 def other_cases(gpu: Gpu) -> Iterator[Case]:
     for route in routes.EMBED:
-        for weight in (PLAIN, Weight(Storage.F16, 11, 33)):
+        for weight in (Q4_WEIGHT, Weight(Storage.F16, 11, 33)):
             if fits(route, weight.shape(1), gpu.caps):
                 yield Case(route.kernel, weight.name, partial(embed, gpu, route, weight), COPIED)
     yield Case("quantise_int8", "width 576, m 5", partial(quantise, gpu), REQUANTISED)
     yield Case("silu_mul", "width 129, m 5", partial(silu_mul, gpu))
     yield Case("argmax", "vocab 3000", partial(argmax, gpu), COPIED)
-    yield Case("greedy", f"candidates, then the row of {PLAIN.name}", partial(greedy, gpu), COPIED)
+    yield Case("greedy", f"candidates, then the row of {Q4_WEIGHT.name}", partial(greedy, gpu), COPIED)
     shares = (4e-2, 0.2)  # 8 more or less of 180
     yield Case("sample", f"top-k 3 of 3000, {SAMPLED} tokens", partial(sample, gpu), shares)
     yield Case("log_prob", "vocab 1025, m 3", partial(log_prob, gpu))
@@ -94,14 +94,14 @@ def argmax(gpu: Gpu) -> Answer:
 
 def greedy(gpu: Gpu) -> Answer:
     """The token of the best candidate, and its embedding."""
-    shard, packed = PLAIN.upload(gpu)
+    shard, packed = Q4_WEIGHT.upload(gpu)
     candidates = np.array([(0, 5), (0, 70), (0, 3), (0, 33)], np.uint32)
     candidates[:, 0] = np.array([-3.0, 2.0, 2.0, 1.0], np.float32).view(np.uint32)
-    x, ring, step = gpu.zeros(PLAIN.k * 4, "x"), gpu.zeros(16, "ring"), step_buffer(gpu, 1)
+    x, ring, step = gpu.zeros(Q4_WEIGHT.k * 4, "x"), gpu.zeros(16, "ring"), step_buffer(gpu, 1)
     bindings = {"candidates": gpu.upload(candidates, "candidates"), "ring": ring, "x": x}
     run(gpu, [Ops(gpu, step).sample("greedy", {"CANDIDATES": 4, "RING": 4}, bindings, matrix_of(shard))])
-    want = rows_of(packed, np.array([3]))[0]  # of the two largest the first
-    return np.append(gpu.read(x, np.float32, PLAIN.k), step_rows(gpu, step, 1)[0, 2]), np.append(want, 3)
+    want = rows_of(packed, np.array([3]))[0]  # the first of the two largest
+    return np.append(gpu.read(x, np.float32, Q4_WEIGHT.k), step_rows(gpu, step, 1)[0, 2]), np.append(want, 3)
 
 
 def sample(gpu: Gpu) -> Answer:

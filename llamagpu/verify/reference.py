@@ -1,4 +1,4 @@
-"""What kernels are compared with: random weights and inputs, and each operation in numpy float64."""
+"""The reference of the kernel checks: random weights and inputs, and each operation in numpy float64."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ from llamagpu.gpu.recorder import Plan, Recorder, Step
 Array = NDArray[Any]  # numbers of any type
 Floats = NDArray[np.float64]
 Bound = tuple[float, float]  # normalised mean squared error; largest error over largest value
-Answer = tuple[Array, Array]  # what the device computes, what is right
+Answer = tuple[Array, Array]  # result of the device, reference
 
-# f32 sums of some thousand products: 1e-13 and 1e-6 were seen. The rest allows for other orders of addition, and for
-# an exp and inverseSqrt that are a few ulp off.
+# f32 sums of some thousand products: 1e-13 and 1e-6 measured. The margin allows for other orders of addition,
+# and for an exp and inverseSqrt that are a few ulp off.
 F32 = (1e-10, 1e-5)
 COPIED = (1e-13, 3e-7)  # one product and one sum in f32, perhaps fused
-# f32 sums rounded to int8: a value between two steps may fall to the other one, 1/127 of the largest away
+# f32 sums rounded to int8: a value near a tie may round differently, by 1/127 of the largest value
 REQUANTISED = (1e-5, 5e-3)
 
 
@@ -48,7 +48,7 @@ def errors(got: Array, want: Array) -> Bound:
 
 
 def random(name: str) -> np.random.Generator:
-    """The same numbers for the same name."""
+    """A random generator seeded by the name."""
     return np.random.default_rng(zlib.crc32(name.encode()))
 
 
@@ -62,7 +62,7 @@ class Weight:
     storage: Storage
     n: int
     k: int
-    group: int = 32  # not of f16
+    group: int = 32  # unused for f16
     has_offset: bool = False
     scale_bits: int = 16  # or 32; or 8: super-blocks, as K-quants have them
 
@@ -84,7 +84,7 @@ class Weight:
         return Linear(m, self.n, self.k, group, self.storage, inputs, prologue, epilogue)
 
     def packed(self) -> PackedMatrix:
-        """As `repack` gives it: six bits are int8 there."""
+        """The layout of `repack`, which stores 6-bit weights as int8."""
         rng, n, k = random(self.name), self.n, self.k
         if self.storage is Storage.F16:
             values = np.zeros((n, k + k % 2), np.float16)
@@ -107,7 +107,7 @@ class Weight:
     def upload(self, gpu: Gpu, row0: int = 0, keep_scales: bool = False) -> tuple[MatrixShard, PackedMatrix]:
         """The matrix on the device, converted as the loader does.
 
-        With `keep_scales` also an adapter without native f16 gets the scales as they are.
+        With `keep_scales` the scales stay as they are also on an adapter without native f16.
         """
         packed = self.packed()
         native_f16 = keep_scales or gpu.caps.native_f16
@@ -134,7 +134,7 @@ def rows_of(packed: PackedMatrix, rows: NDArray[np.integer]) -> Floats:
     return dequantize(take_rows(packed, rows))
 
 
-# int8 blocks: what a linear of precision "fast" reads, and what the kernels before it write
+# int8 blocks: the activations of precision "fast"
 
 INT8_BLOCK = np.dtype([("even", "i1", 16), ("odd", "i1", 16), ("scale", "f4", 4)])  # 32 activations
 
@@ -173,7 +173,7 @@ def round_int8(x: Array) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class LinearInputs:
-    """The inputs of a linear on the device, and as its dot products see them."""
+    """The inputs of a linear on the device, and the values that its dot products use."""
 
     x: Buffer
     values: Floats  # [m, k]
@@ -181,7 +181,7 @@ class LinearInputs:
     prologue: PrologueSpec = NO_PROLOGUE
 
 
-EPS = 0.25  # of the prologue's norm: large enough to count
+EPS = 0.25  # of the prologue's norm: large enough to matter
 
 
 def linear_inputs(
@@ -253,7 +253,7 @@ def attention(q: Array, k: Array, v: Array, position: int) -> Floats:
     return out
 
 
-# Running kernels by hand
+# Running single kernels
 
 
 def step_buffer(gpu: Gpu, rows: int, position: int = 0, capacity: int = 0, slot: int = 0, slots: int = 1) -> Buffer:
@@ -274,7 +274,7 @@ def run(gpu: Gpu, dispatches: Sequence[Dispatch], rows: int = 1, position: int =
 
 
 def fits(route: Route[S], shape: S, caps: Caps) -> bool:
-    """Routes for a CPU are right on a GPU, and the other way round: both run everywhere."""
+    """Whether the route fits on a CPU or a GPU adapter: routes for either give correct results on both."""
     return any(route.fits(shape, replace(caps, cpu=cpu)) for cpu in (False, True))
 
 

@@ -111,7 +111,7 @@ def results_path(info: AdapterInfo) -> Path:
 
 
 def save_results(info: AdapterInfo, checks: list[Check], quick: bool, seconds: float) -> None:
-    """A cache that cannot be written is no reason to fail."""
+    """Save the results. A cache that cannot be written is not an error."""
     results = Results(
         adapter=str(info["device"]),
         driver=str(info["description"]),
@@ -129,7 +129,7 @@ def save_results(info: AdapterInfo, checks: list[Check], quick: bool, seconds: f
 
 
 def verified(info: AdapterInfo) -> Results | None:
-    """What `verify` last found on this adapter with this driver and these kernels; None: never run."""
+    """The last results for this adapter, driver and kernel set; None if `verify` has not run."""
     try:
         return Results(**json.loads(results_path(info).read_text()))
     except (OSError, ValueError, TypeError):  # not there, or damaged
@@ -137,7 +137,7 @@ def verified(info: AdapterInfo) -> Results | None:
 
 
 def verified_line(info: AdapterInfo) -> str:
-    """For `devices`."""
+    """The last results in one line, for `devices`."""
     results = verified(info)
     if results is None:
         return "not verified with these kernels and this driver (llamagpu verify)"
