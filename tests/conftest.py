@@ -1,4 +1,4 @@
-"""Where the tests find the repository, the shared data and a device."""
+"""Where the tests find the repository and a device."""
 
 import os
 from pathlib import Path
@@ -9,15 +9,8 @@ import pytest
 from llamagpu.errors import NoAdapter
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = Path(os.environ.get("LLAMAGPU_SHARED", ROOT.parent / "shared"))
-
-
-def shared_data(rel: str) -> Path:
-    """A file under shared/data; skips the test when it is not there."""
-    path = SHARED / "data" / rel
-    if not path.exists():
-        pytest.skip(f"shared data {rel} is not on this machine (LLAMAGPU_SHARED names its folder)")
-    return path
+# Processes that tests start import this checkout, whatever folder they run in.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def open_gpu(**settings: str) -> Any:

@@ -13,12 +13,17 @@ from gguf.quants import quantize
 VALUE_TYPES = {
     "u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "b1": 7, "u8": 10, "i8": 11, "f8": 12,
 }  # fmt: skip
-# Kinds gguf cannot make: where a block's f16 scale sits, its weights' spread at scale 1, minimum / scale
-RANDOM_KINDS = {
-    "Q2_K": (80, 14.0, 1.5), "Q3_K": (108, 42.0, None), "Q4_K": (0, 257.0, 7.5), "Q5_K": (0, 523.0, 15.5),
-    "Q6_K": (208, 1366.0, None), "IQ4_NL": (0, 70.0, None), "IQ4_XS": (0, 1300.0, None),
-}  # fmt: skip
-Tensors = dict[str, tuple[str | int, tuple[int, ...], bytes]]  # name -> kind or its number, numpy shape, data
+# Types that gguf cannot write: the offset of a block's f16 scale, its weights' spread at scale 1, minimum / scale
+RANDOM_TYPES = {
+    "Q2_K": (80, 14.0, 1.5),
+    "Q3_K": (108, 42.0, None),
+    "Q4_K": (0, 257.0, 7.5),
+    "Q5_K": (0, 523.0, 15.5),
+    "Q6_K": (208, 1366.0, None),
+    "IQ4_NL": (0, 70.0, None),
+    "IQ4_XS": (0, 1300.0, None),
+}
+Tensors = dict[str, tuple[str | int, tuple[int, ...], bytes]]  # name -> type or its number, numpy shape, data
 
 
 def write_gguf(
@@ -80,20 +85,20 @@ def encode(
                 text("element", item)
         else:
             array = value if isinstance(value, np.ndarray | np.generic) else _narrow(np.array(value))
-            kind = VALUE_TYPES[array.dtype.str[1:]]
-            put("value type", "I", kind if array.ndim == 0 else 9)
+            value_type = VALUE_TYPES[array.dtype.str[1:]]
+            put("value type", "I", value_type if array.ndim == 0 else 9)
             if array.ndim:
-                put("element type", "I", kind)
+                put("element type", "I", value_type)
                 put("array length", "Q", array.size)
             marks.append(("value", len(out), array.itemsize))
             out.extend(array.tobytes())
     offset = 0
-    for name, (kind, shape, data) in tensors.items():
+    for name, (ggml_type, shape, data) in tensors.items():
         text("tensor name", name)
         put("n_dims", "I", len(shape))
         for dim in reversed(shape):
             put("dim", "Q", dim)
-        put("tensor type", "I", kind if isinstance(kind, int) else GGMLQuantizationType[kind])
+        put("tensor type", "I", ggml_type if isinstance(ggml_type, int) else GGMLQuantizationType[ggml_type])
         put("offset", "Q", offset)
         offset += -(-len(data) // alignment) * alignment
     for _, _, data in tensors.values():
@@ -110,18 +115,18 @@ def _narrow(array: np.ndarray) -> np.ndarray:
     return array.astype("i4") if array.dtype.kind == "i" else array
 
 
-def pack(values: np.ndarray, kind: str, rng: np.random.Generator) -> bytes:
-    """f32 values as `kind`. K-quants and IQ4 are random blocks of the same spread, not these values."""
-    if kind in RANDOM_KINDS:
-        at, spread, minimum = RANDOM_KINDS[kind]
-        weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+def pack(values: np.ndarray, ggml_type: str, rng: np.random.Generator) -> bytes:
+    """f32 values as `ggml_type`. K-quants and IQ4 are random blocks of the same spread, not these values."""
+    if ggml_type in RANDOM_TYPES:
+        at, spread, minimum = RANDOM_TYPES[ggml_type]
+        weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[ggml_type]]
         blocks = rng.integers(0, 256, (values.size // weights, size), dtype=np.uint8)
         scale = (values.std() / spread * rng.uniform(0.8, 1.2, len(blocks))).astype("<f2")
         blocks[:, at : at + 2] = scale[:, None].view(np.uint8)
         if minimum:
             blocks[:, at + 2 : at + 4] = (scale * np.float16(minimum)).astype("<f2")[:, None].view(np.uint8)
         return blocks.tobytes()
-    return quantize(values.astype(np.float32), GGMLQuantizationType[kind]).tobytes()
+    return quantize(values.astype(np.float32), GGMLQuantizationType[ggml_type]).tobytes()
 
 
 def spm_vocab(size: int) -> dict[str, Any]:
@@ -156,7 +161,7 @@ def tiny_parts(
     head_dim: int | None = None,
     ffn: int = 128,
     vocab: int = 288,
-    kind: str | Callable[[str], str] = "F32",
+    ggml_type: str | Callable[[str], str] = "F32",
     tied: bool = True,
     biases: bool = False,
     arch: str = "llama",
@@ -166,7 +171,7 @@ def tiny_parts(
     metadata: dict[str, Any] | None = None,
     tokenizer: bool = True,
 ) -> tuple[dict[str, Any], Tensors]:
-    """Metadata and tensors of a random Llama. `kind` may choose by tensor name; vectors, and rows it does not
+    """Metadata and tensors of a random Llama. `ggml_type` may choose by tensor name; vectors, and rows it does not
     divide, are F32. `metadata` adds keys, or drops them (value None)."""
     rng = np.random.default_rng(seed)
     hd = head_dim or dim // heads
@@ -178,7 +183,7 @@ def tiny_parts(
             values = center + 0.1 * rng.standard_normal(shape)
             tensors[name] = ("F32", shape, values.astype("<f4").tobytes())
             return
-        wanted = kind(name) if callable(kind) else kind
+        wanted = ggml_type(name) if callable(ggml_type) else ggml_type
         used = wanted if shape[1] % GGML_QUANT_SIZES[GGMLQuantizationType[wanted]][0] == 0 else "F32"
         values = rng.standard_normal(shape) / np.sqrt(shape[1])
         tensors[name] = (used, shape, pack(values, used, rng))
@@ -188,10 +193,16 @@ def tiny_parts(
         tensors["rope_freqs.weight"] = ("F32", rope_freqs.shape, rope_freqs.astype("<f4").tobytes())
     for i in range(layers):
         shapes = {
-            "attn_norm": (dim,), "attn_q": (heads * hd, dim), "attn_k": (kv_heads * hd, dim),
-            "attn_v": (kv_heads * hd, dim), "attn_output": (dim, heads * hd), "ffn_norm": (dim,),
-            "ffn_gate": (ffn, dim), "ffn_up": (ffn, dim), "ffn_down": (dim, ffn),
-        }  # fmt: skip
+            "attn_norm": (dim,),
+            "attn_q": (heads * hd, dim),
+            "attn_k": (kv_heads * hd, dim),
+            "attn_v": (kv_heads * hd, dim),
+            "attn_output": (dim, heads * hd),
+            "ffn_norm": (dim,),
+            "ffn_gate": (ffn, dim),
+            "ffn_up": (ffn, dim),
+            "ffn_down": (dim, ffn),
+        }
         for part, shape in shapes.items():
             add(f"blk.{i}.{part}.weight", *shape)
             qkv = part in ("attn_q", "attn_k", "attn_v")

@@ -1,4 +1,4 @@
-"""What the tests of kernels share: which routes run on which cases, guards, steps of several sequences, int8 blocks."""
+"""Shared by the tests of kernels: which routes run on which cases, guards, steps of several sequences, int8 blocks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ from llamagpu.verify.reference import F32, Array, Floats, Weight, block_integers
 Test = TypeVar("Test", bound=Callable[..., None])
 
 ROUNDED_F16 = (1e-7, 2**-11)  # at most 2^-11 of a value, 2^-22 / 3 of its square on average
-GUARD = 77.0  # stands where nothing may be written
+GUARD = 77.0  # fills memory that must not be written
 SLOTS = 3  # sequences of a KV cache
 
 # A route that the adapter here cannot run is skipped when its test runs
@@ -136,12 +136,12 @@ class Steps:
 
 def per_row(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     """Slot and position of every row of a step."""
-    return [(part.slot, part.position + i) for part in segments for i in range(len(part.tokens))]
+    return [(seg.slot, seg.position + i) for seg in segments for i in range(len(seg.tokens))]
 
 
 def per_segment(dispatch: Dispatch, segments: Sequence[Segment]) -> Dispatch:
     """The dispatch with segments in z of its grid: ops give the grid of a step with one segment."""
-    x, y, _ = dispatch.grid_for(max(len(part.tokens) for part in segments), 0)
+    x, y, _ = dispatch.grid_for(max(len(seg.tokens) for seg in segments), 0)
     return replace(dispatch, grid=(x, y, len(segments)))
 
 
@@ -196,7 +196,7 @@ def upload_shards(gpu: Gpu, *weights: Weight) -> tuple[Matrix, Floats, Floats]:
 
 
 def check_blocks(got: Array, want: Array) -> None:
-    """Each value rounded to a step of 1/127 of its block's largest; the sums are of what is stored, not of `want`."""
+    """Each value rounded to a step of 1/127 of its block's largest; the sums are of the stored values, not `want`."""
     blocks, d = want.reshape(len(want), -1, 32), got["scale"][..., 0].astype(np.float64)
     assert_close(d, np.abs(blocks).max(axis=2) / 127, *F32, "scale")
     integers = block_integers(got)

@@ -48,9 +48,9 @@ class OneSequence:
     def sample(self, sampling: Sampling, prompt: Sequence[int], most: int | None = None) -> Iterator[int]:
         return self.engine.sample(self.sequence, sampling, prompt, most)
 
-    def sample_on_host(self, choose: Callable[[NDArray[np.floating]], int] | None = None) -> Iterator[int]:
+    def sample_on_host(self, sample: Callable[[NDArray[np.floating]], int] | None = None) -> Iterator[int]:
         """By default the likeliest token."""
-        return self.engine.sample_on_host(self.sequence, choose or (lambda logits: int(logits.argmax())))
+        return self.engine.sample_on_host(self.sequence, sample or (lambda logits: int(logits.argmax())))
 
     def log_probs(self, ids: Sequence[int]) -> NDArray[np.float32]:
         return self.engine.log_probs(self.sequence, ids)

@@ -11,15 +11,22 @@ EMBEDDING = "token_embd"
 
 
 class Reference:
-    """One sequence with its key/value cache. Rounded where the device stores f16, so that what is left is the
-    arithmetic's own error: F32 and BF16 matrices (unless `exact`), and with `kv_f16` keys and values. With
-    `int8_decode` the inputs of a linear of one row, as the last one always is, are rounded to 1/127 of the largest
-    of their 32; with `int8_prefill` those of several rows."""
+    """One sequence with its KV cache.
+
+    It rounds what the device stores as f16, so that only the error of the arithmetic is left: F32 and BF16 matrices
+    (unless `exact`), and with `kv_f16` keys and values. `int8_decode` rounds the inputs of linears of one row, which
+    the output matrix always is, to 1/127 of the largest of each 32; `int8_prefill` rounds those of several rows.
+    """
 
     def __init__(
-        self, file: GgufFile, *, exact: bool = False, kv_f16: bool = False,
-        int8_decode: bool = False, int8_prefill: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        file: GgufFile,
+        *,
+        exact: bool = False,
+        kv_f16: bool = False,
+        int8_decode: bool = False,
+        int8_prefill: bool = False,
+    ) -> None:
         meta, arch = file.metadata, file.metadata["general.architecture"]
         self.layers = meta[f"{arch}.block_count"]
         self.heads = meta[f"{arch}.attention.head_count"]
@@ -89,7 +96,7 @@ class Reference:
 
     def rotate(self, x: np.ndarray, pos: np.ndarray) -> np.ndarray:
         angle, n = pos[:, None] * self.freqs, len(self.freqs)  # [m, pairs]
-        # neox: pair i is dimensions (i, i + n); else (2i, 2i + 1). What stands behind is not turned.
+        # neox: pair i is dimensions (i, i + n); else (2i, 2i + 1). Further dimensions are not rotated.
         a, b = (slice(n), slice(n, 2 * n)) if self.neox else (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
         out = x.copy()
         out[..., a] = x[..., a] * np.cos(angle) - x[..., b] * np.sin(angle)
@@ -98,8 +105,8 @@ class Reference:
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: np.ndarray, window: int) -> np.ndarray:
-    """q [heads, m, d] at positions pos, k and v [kv_heads, n, d] -> [heads, m, d]. A token sees itself and
-    what is before it; with a window, the last `window` positions of that."""
+    """q [heads, m, d] at positions pos, k and v [kv_heads, n, d] -> [heads, m, d]. Causal; with a
+    window, a token sees the last `window` positions, its own included."""
     share = len(q) // len(k)
     at = np.arange(k.shape[1])
     hidden = at > pos[:, None]
@@ -121,6 +128,6 @@ def assert_close(got: np.ndarray, want: np.ndarray, nmse: float, largest: float,
     error = np.abs(got - want)
     mean = (error**2).sum() / max((want**2).sum(), 1e-300)
     worst = error.max() / max(np.abs(want).max(), 1e-300)
-    place = np.unravel_index(np.nanargmax(np.where(np.isnan(error), np.inf, error)), error.shape)
-    said = f"{what}: NMSE {mean:.1e} (at most {nmse:g}), largest error {worst:.1e} ({largest:g}) at {place}"
+    index = np.unravel_index(np.nanargmax(np.where(np.isnan(error), np.inf, error)), error.shape)
+    said = f"{what}: NMSE {mean:.1e} (at most {nmse:g}), largest error {worst:.1e} ({largest:g}) at {index}"
     assert mean <= nmse and worst <= largest, said  # NaN fails both

@@ -43,7 +43,7 @@ Rows = list[dict[str, Any]]
 
 @pytest.fixture
 def shared_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """`bench` opens and closes a device of its own; here it gets the one of the tests."""
+    """`bench` opens and closes a device; here it gets the device of the tests."""
     monkeypatch.setattr(Gpu, "open", lambda wanted=None: gpu)
     monkeypatch.setattr(gpu, "close", lambda: None)
     return gpu
@@ -89,10 +89,10 @@ def test_bad_numbers_are_refused(text: str) -> None:
 
 def test_order_is_that_of_llama_bench() -> None:
     """Settings outside, then prompts, generations and pairs. Cases without tokens are left out."""
-    made = make_cases([8, 0], [4], [(2, 3), (0, 0)], [0, 5], [64], [16, 32], [None])
+    cases = make_cases([8, 0], [4], [(2, 3), (0, 0)], [0, 5], [64], [16, 32], [None])
     lengths = [(8, 0), (0, 4), (2, 3)]
     want = [(ubatch, depth, *length) for ubatch in (16, 32) for depth in (0, 5) for length in lengths]
-    assert [(case.n_ubatch, case.n_depth, case.n_prompt, case.n_gen) for case in made] == want
+    assert [(case.n_ubatch, case.n_depth, case.n_prompt, case.n_gen) for case in cases] == want
 
 
 def test_steps_of_a_case() -> None:
@@ -380,8 +380,8 @@ def test_timestamps_beyond_one_query_set(gpu: Gpu) -> None:
 # Models
 
 
-def test_groups_share_the_weights(shared_gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cases with other chunks and KV types get engines of their own on weights that are loaded once."""
+def test_engines_share_the_weights(shared_gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases with other chunks and KV types get separate engines on weights that are loaded once."""
     found = []
     monkeypatch.setattr(
         bench_module, "load_model", lambda *args, **more: found.append(load_model(*args, **more)) or found[0]
@@ -401,7 +401,7 @@ def test_cases_beyond_the_context_of_the_training(shared_gpu: Gpu) -> None:
     assert [row["n_depth"] for row in bench("tiny", wanted, BenchOptions(repetitions=1))] == [1100]
 
 
-def test_probe_gets_an_engine_of_its_own(shared_gpu: Gpu) -> None:
+def test_probe_gets_a_separate_engine(shared_gpu: Gpu) -> None:
     """The probe unfuses its engine; the rows are measured with another one."""
     probed = []
     wanted = make_cases([], [2], [], [0], [2048], [512], [None])
@@ -538,7 +538,6 @@ def test_plot_without_matplotlib(measure: Runner, tmp_path: Any, monkeypatch: py
 
 
 def test_plot_is_a_picture(measure: Runner, tmp_path: Any) -> None:  # noqa: F811
-    pytest.importorskip("matplotlib")
     args = ["-p", "4", "-n", "2", "-d", "0,8", "-r", "2", "-q"]
     result = measure("bench", "--synthetic", "tiny", *args, "--plot", tmp_path / "x.png")
     assert result.code == 0 and (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
@@ -548,10 +547,10 @@ def test_plot_is_a_picture(measure: Runner, tmp_path: Any) -> None:  # noqa: F81
 # Two runs
 
 
-def row(avg: float, spread: float, **more: Any) -> str:
-    samples = [avg - spread, avg, avg + spread]
+def row(avg: float, deviation: float, **more: Any) -> str:
+    samples = [avg - deviation, avg, avg + deviation]
     facts = {"model_type": "llama 1B Q4_0", "n_prompt": 512, "n_gen": 0, "n_depth": 0, "precision": "fast"}
-    return json.dumps(facts | {"avg_ts": avg, "stddev_ts": spread, "samples_ts": samples} | more)
+    return json.dumps(facts | {"avg_ts": avg, "stddev_ts": deviation, "samples_ts": samples} | more)
 
 
 def compare(tmp_path: Any, old: list[str], new: list[str], *args: str) -> "subprocess.CompletedProcess[str]":

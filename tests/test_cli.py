@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import typer
-from conftest import ROOT, shared_data
+from conftest import ROOT
 from gguf_builder import tiny_llama, tiny_parts, write_gguf
+from package_data import vocabulary
 
 from llamagpu import __version__
 from llamagpu.cli import main as cli
@@ -98,8 +99,8 @@ def run(gpu, monkeypatch, capfdbinary):
 
 
 def start(*args: object, patch: str = "", **options) -> subprocess.Popen:
-    """llamagpu ARGS in a process of its own, which Ctrl-C reaches. `patch` is Python code that runs first."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+    """llamagpu ARGS in a separate process, which Ctrl-C reaches. `patch` is Python code that runs first."""
+    env = {**os.environ, **options.pop("env", {})}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     run = ["-c", f"{patch}\nfrom llamagpu.cli.main import main\nmain()"] if patch else ["-m", "llamagpu"]
     return subprocess.Popen(
@@ -317,8 +318,8 @@ def test_verbose(run, gpu, model):
     with Llama(model, device=gpu) as llama:
         settings = f"precision {llama.precision}, {'fused' if llama.fused else 'unfused'}\n"
     stages = ("weights  ", "KV cache (1024)", "scratch", "total", "header ", "seed 7", "load ")
-    places = [said.index(stage) for stage in stages]
-    assert places == sorted(places)  # the memory plan comes first
+    offsets = [said.index(stage) for stage in stages]
+    assert offsets == sorted(offsets)  # the memory plan comes first
     assert "device " in said and "kernels " in said and settings in said
 
 
@@ -333,12 +334,12 @@ def test_seeds(run, model):
 
 def test_stop(run, model):
     args = ["generate", "-m", model, "-p", "a b", "-n", 30, *RANDOM]
-    whole = run(*args).out.decode()
-    for stop in (whole[4:7], whole[10:12]):
+    text = run(*args).out.decode()
+    for stop in (text[4:7], text[10:12]):
         for flag in ("--stop", "-r", "--reverse-prompt"):
             result = run(*args, flag, "never said", flag, stop)
-            assert result.out.decode() == whole[: whole.index(stop)] + "\n"
-    assert run(*args, "--stop", whole[4:7], "--json").json["finish_reason"] == "stop"
+            assert result.out.decode() == text[: text.index(stop)] + "\n"
+    assert run(*args, "--stop", text[4:7], "--json").json["finish_reason"] == "stop"
 
 
 def test_no_new_tokens(run, model):
@@ -484,11 +485,11 @@ def test_lost_device(model, temperature):
     assert "error: " in result.err and "Traceback" not in result.err
 
 
-@pytest.mark.parametrize("place", ["before", "after", "environment"])
-def test_debug_shows_the_traceback(run, place, tmp_path, monkeypatch):
-    monkeypatch.setenv("LLAMAGPU_DEBUG", "1" if place == "environment" else "")
+@pytest.mark.parametrize("given", ["before", "after", "environment"])
+def test_debug_shows_the_traceback(run, given, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMAGPU_DEBUG", "1" if given == "environment" else "")
     args = ["generate", "-m", tmp_path / "none", "-p", "x"]
-    args = {"before": ["--debug", *args], "after": [*args, "--debug"]}.get(place, args)
+    args = {"before": ["--debug", *args], "after": [*args, "--debug"]}.get(given, args)
     result = run(*args)
     assert result.code == 1 and "Traceback" in result.err and "error: no such file" in result.err
     monkeypatch.setenv("LLAMAGPU_DEBUG", "0")
@@ -579,8 +580,7 @@ def test_full_disk(model):
 def test_closed_stdout_and_stdin(model):
     for closed in ("<&-", ">&-"):
         line = f'exec "$0" -m llamagpu generate -m "$1" -p "a b" -n 2 -q {closed}'
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        code = subprocess.run(["bash", "-c", line, sys.executable, model], env=env, capture_output=True)
+        code = subprocess.run(["bash", "-c", line, sys.executable, model], capture_output=True)
         assert code.returncode == (0 if closed == "<&-" else 141), code.stderr
 
 
@@ -641,11 +641,11 @@ def test_no_prompt_on_a_terminal(model):
 
 def test_chat_keeps_the_conversation(run, chat_model, monkeypatch):
     seen = []
-    plain = Llama.encode_chat
+    original = Llama.encode_chat
 
     def encode_chat(self, messages):
         seen.append([(m["role"], m["content"]) for m in messages])
-        return plain(self, messages)
+        return original(self, messages)
 
     monkeypatch.setattr(Llama, "encode_chat", encode_chat)
     result = run(
@@ -701,8 +701,7 @@ def test_tokenize(run, model):
 
 
 def test_tokenize_needs_no_weights(run):
-    path = shared_data("vocab/ggml-vocab-llama-bpe.gguf")
-    assert run("tokenize", "-m", path, "-p", "Hello world").json == [128000, 9906, 1917]
+    assert run("tokenize", "-m", vocabulary("llama-bpe"), "-p", "Hello world").json == [128000, 9906, 1917]
 
 
 def test_perplexity(run, model, tmp_path):

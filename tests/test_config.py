@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import shared_data
 from gguf_builder import Tensors, tiny_parts
+from package_data import default_model
 
 from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
 from llamagpu.files.config import ModelConfig, check_tensors, rope_table, tensor_shapes
@@ -14,11 +14,11 @@ from llamagpu.files.gguf_file import GgufFile, RawTensor
 
 
 def raw(tensors: Tensors) -> dict[str, RawTensor]:
-    def one(name: str, kind: str | int, shape: tuple[int, ...], data: bytes) -> RawTensor:
-        label = kind if isinstance(kind, str) else f"type {kind}"
+    def tensor_of(name: str, ggml_type: str | int, shape: tuple[int, ...], data: bytes) -> RawTensor:
+        label = ggml_type if isinstance(ggml_type, str) else f"type {ggml_type}"
         return RawTensor(name, label, shape, np.frombuffer(data, np.uint8))
 
-    return {name: one(name, *tensor) for name, tensor in tensors.items()}
+    return {name: tensor_of(name, *tensor) for name, tensor in tensors.items()}
 
 
 def tiny(**options) -> tuple[ModelConfig, dict[str, RawTensor]]:
@@ -28,10 +28,10 @@ def tiny(**options) -> tuple[ModelConfig, dict[str, RawTensor]]:
     return config, raw(tensors)
 
 
-def refusal(kind: type[LlamaGpuError] = BadFile, **options) -> str:
-    with pytest.raises(kind) as caught:
+def refusal(error: type[LlamaGpuError] = BadFile, **options) -> str:
+    with pytest.raises(error) as caught:
         tiny(**options)
-    assert type(caught.value) is kind and caught.value.remedy and caught.value.cause.isprintable()
+    assert type(caught.value) is error and caught.value.remedy and caught.value.cause.isprintable()
     return caught.value.cause
 
 
@@ -90,9 +90,15 @@ def test_rope_scaling_keys():
 
 @pytest.mark.parametrize(
     "key",
-    ["block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
-     "attention.layer_norm_rms_epsilon"],
-)  # fmt: skip
+    [
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.layer_norm_rms_epsilon",
+    ],
+)
 def test_a_missing_key_is_named(key):
     assert refusal(metadata={f"llama.{key}": None}) == f"metadata key llama.{key} is missing"
 
@@ -129,33 +135,33 @@ def test_senseless_values_are_refused(key, value):
     assert refusal(metadata={f"llama.{key}": value})
 
 
-def spoilt(name: str, *, kind=None, shape=None, drop=False, **options) -> str:
+def damaged(name: str, *, ggml_type=None, shape=None, drop=False, **options) -> str:
     keys, tensors = tiny_parts(**options)
     old = tensors.pop(name, ("F32", (1,), b"0000"))
     if not drop:
-        tensors[name] = (kind or old[0], shape or old[1], old[2])
+        tensors[name] = (ggml_type or old[0], shape or old[1], old[2])
     with pytest.raises(LlamaGpuError) as caught:
         check_tensors(ModelConfig.from_gguf(keys, raw(tensors)), raw(tensors))
-    assert type(caught.value) is (Unsupported if kind else BadFile)
+    assert type(caught.value) is (Unsupported if ggml_type else BadFile)
     return caught.value.cause + caught.value.remedy
 
 
 @pytest.mark.parametrize("name", tensor_shapes(tiny(layers=1)[0]))
 def test_each_missing_or_misshapen_tensor_is_named(name):
-    assert name in spoilt(name, drop=True)
-    assert name in spoilt(name, shape=(3, 5))
-    assert name in spoilt(name, kind=37) and "type 37" in spoilt(name, kind=37)
+    assert name in damaged(name, drop=True)
+    assert name in damaged(name, shape=(3, 5))
+    assert name in damaged(name, ggml_type=37) and "type 37" in damaged(name, ggml_type=37)
 
 
 def test_optional_tensors_must_fit_when_present():
     for name in ("blk.0.attn_q.bias", "blk.1.ffn_down.bias", "blk.0.attn_output.bias"):
-        assert name in spoilt(name, biases=True, shape=(3,))
-    assert "rope_freqs.weight" in spoilt("rope_freqs.weight", rope_freqs=np.ones(9))
-    assert "output.weight" in spoilt("output.weight", tied=False, shape=(287, 64))
+        assert name in damaged(name, biases=True, shape=(3,))
+    assert "rope_freqs.weight" in damaged("rope_freqs.weight", rope_freqs=np.ones(9))
+    assert "output.weight" in damaged("output.weight", tied=False, shape=(287, 64))
 
 
 def test_unsupported_types_name_number_and_alternatives():
-    said = spoilt("blk.1.ffn_up.weight", kind="IQ2_XXS")
+    said = damaged("blk.1.ffn_up.weight", ggml_type="IQ2_XXS")
     assert "'blk.1.ffn_up.weight' is IQ2_XXS (type 16)" in said and "Q4_0" in said and "BF16" in said
 
 
@@ -177,12 +183,12 @@ def test_more_tokens_than_rows_is_refused():
         ModelConfig.from_gguf(keys, raw(tensors))
 
 
-def test_shared_models():
-    for rel, dim, heads, kv_heads in (("stories260K-f32", 64, 8, 4), ("stories15M-q4_0", 288, 6, 6)):
-        file = GgufFile(shared_data(f"tiny/{rel}.gguf"))
-        config = ModelConfig.from_gguf(file.metadata, file.tensors)
-        check_tensors(config, file.tensors)
-        assert (config.dim, config.heads, config.kv_heads, config.tied) == (dim, heads, kv_heads, True)
+def test_default_model():
+    file = GgufFile(default_model())
+    config = ModelConfig.from_gguf(file.metadata, file.tensors)
+    check_tensors(config, file.tensors)
+    assert (config.layers, config.dim, config.heads, config.kv_heads, config.tied) == (30, 576, 9, 3, True)
+    assert (config.head_dim, config.ffn_dim, config.vocab, config.rope_theta) == (64, 1536, 49152, 1e5)
 
 
 def reference_angle(c: ModelConfig, factors, position: int, pair: int) -> tuple[float, float]:
@@ -195,8 +201,8 @@ def reference_angle(c: ModelConfig, factors, position: int, pair: int) -> tuple[
         return scaled, c.yarn_attn_factor
 
     def corrected(rotations: float) -> float:
-        turns = c.rope_orig_context / (rotations * 2 * math.pi)
-        return c.rope_dims * math.log(turns) / (2 * math.log(c.rope_theta))
+        inverse_frequency = c.rope_orig_context / (rotations * 2 * math.pi)
+        return c.rope_dims * math.log(inverse_frequency) / (2 * math.log(c.rope_theta))
 
     low = max(0, math.floor(corrected(c.yarn_beta_fast)))
     high = min(c.rope_dims - 1, math.ceil(corrected(c.yarn_beta_slow)))
@@ -237,11 +243,11 @@ def test_rope_table(case):
 
 def test_yarn_keeps_fast_pairs_and_slows_slow_ones():
     config = replace(tiny(head_dim=128)[0], rope_scaling="yarn", rope_factor=16.0, rope_orig_context=4096)
-    plain = rope_table(replace(config, rope_scaling="none", rope_factor=1.0), None, 64)
+    unscaled = rope_table(replace(config, rope_scaling="none", rope_factor=1.0), None, 64)
     table = rope_table(config, None, 64) / (1 + 0.1 * math.log(16))
-    assert np.allclose(table[:, 0], plain[:, 0], atol=1e-6)
-    assert np.allclose(table[48, 63], plain[3, 63], atol=1e-6)  # 48 / 16 = 3
-    assert not np.allclose(table[:, 30], plain[:, 30], atol=1e-3)
+    assert np.allclose(table[:, 0], unscaled[:, 0], atol=1e-6)
+    assert np.allclose(table[48, 63], unscaled[3, 63], atol=1e-6)  # 48 / 16 = 3
+    assert not np.allclose(table[:, 30], unscaled[:, 30], atol=1e-3)
 
 
 def test_partial_rotation_has_fewer_pairs():

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, shared_data
+from conftest import ROOT
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 from gguf_builder import tiny_llama
 from hf_builder import hf_config, hf_folder, hf_weights, write_safetensors
+from package_data import default_model, english_text
 from reference import Reference, assert_close
+from safetensors.numpy import load_file
 
 from llamagpu.convert.convert import convert, open_source, plan
 from llamagpu.convert.gguf_header import encode_header
@@ -146,7 +148,7 @@ def test_split_gguf_to_gguf_copies_what_has_the_type_already(tmp_path):
     def ggml_type(name: str) -> str:
         return next((found for part, found in types.items() if part in name), "F16")
 
-    path = tiny_llama(tmp_path / "m.gguf", kind=ggml_type, dim=256, ffn=256, heads=4, n_parts=3)
+    path = tiny_llama(tmp_path / "m.gguf", ggml_type=ggml_type, dim=256, ffn=256, heads=4, n_parts=3)
     before = GgufFile(path)
     make(path, tmp_path / "out.gguf", "q4_0")
     after = GgufFile(tmp_path / "out.gguf")
@@ -163,12 +165,13 @@ def test_split_gguf_to_gguf_copies_what_has_the_type_already(tmp_path):
 
 
 def test_rows_that_do_not_divide_into_groups_get_another_type(tmp_path):
-    report = make(shared_data("tiny/stories260K-f32.gguf"), tmp_path / "out.gguf", "q4_0")
+    path = tiny_llama(tmp_path / "m.gguf", ffn=172, layers=5)
+    report = make(path, tmp_path / "out.gguf", "q4_0")
     file = GgufFile(tmp_path / "out.gguf")
     assert file.tensors["blk.0.ffn_down.weight"].ggml_type == "F16"  # 172 columns
     assert file.tensors["blk.0.ffn_up.weight"].ggml_type == "Q4_0"
     assert "5 matrices" in report.notes[0] and "ffn_down" in report.notes[0]
-    source = open_source(str(shared_data("tiny/stories260K-f32.gguf")))
+    source = open_source(str(path))
     assert "token_embd.weight is Q8_0" in plan(source, "q4_0", "q6_k").notes[1]
     assert len(plan(source, "q8_0", "q6_k").notes) == 1
 
@@ -199,7 +202,7 @@ def test_header_holds_every_type_of_value(tmp_path):
 
 
 def test_packed_file_holds_the_metadata_and_tensors_of_the_gguf(folder, tmp_path):
-    """Read by this project, and by the safetensors package where that is installed."""
+    """Read by this project, and by the safetensors package."""
     make(folder, tmp_path / "out.gguf", "q4_1")
     make(folder, tmp_path / "out.safetensors", "q4_1")
     file, other = PackedFile(tmp_path / "out.safetensors"), GgufFile(tmp_path / "out.gguf")
@@ -207,8 +210,7 @@ def test_packed_file_holds_the_metadata_and_tensors_of_the_gguf(folder, tmp_path
         n: (t.ggml_type, t.shape) for n, t in other.tensors.items()
     }
     assert all(np.array_equal(file.metadata[key], value) for key, value in other.metadata.items())
-    safetensors = pytest.importorskip("safetensors.numpy")
-    arrays = safetensors.load_file(tmp_path / "out.safetensors")
+    arrays = load_file(tmp_path / "out.safetensors")
     assert arrays["blk.0.qkv.0.words"].shape == (128, 32) and arrays["blk.0.qkv.0.scales"].shape == (128, 2, 2)
 
 
@@ -229,7 +231,7 @@ def test_packed_file_gives_the_logits_of_the_gguf(gpu, tmp_path, arch):
 
 def test_packed_output_without_a_target_type_keeps_the_types(tmp_path):
     """OUT ends in .safetensors and no --to is given: nothing is rounded anew."""
-    source = open_source(str(tiny_llama(tmp_path / "m.gguf", kind="Q4_1")))
+    source = open_source(str(tiny_llama(tmp_path / "m.gguf", ggml_type="Q4_1")))
     types = plan(source, None, packed=True).ggml_types
     assert {types[name] for name, tensor in source.tensors.items() if len(tensor.shape) > 1} == {"Q4_1"}
 
@@ -248,12 +250,15 @@ def assert_same_matrix(found: PackedMatrix, wanted: PackedMatrix) -> None:
 
 
 def test_packed_file_stores_q6_k_in_6_bits(gpu, tmp_path):
-    """As int8 again, as a CPU adapter has them, the matrices and the logits are exactly those of the GGUF."""
+    """Converted back to int8, as on a CPU adapter, matrices and logits are exactly those of the GGUF."""
 
     def ggml_type(name: str) -> str:
         return "Q6_K" if any(part in name for part in ("attn_v", "ffn_down", "token_embd")) else "Q4_K"
 
-    paths = tiny_llama(tmp_path / "m.gguf", kind=ggml_type, dim=256, ffn=512, arch="qwen2"), tmp_path / "m.safetensors"
+    paths = (
+        tiny_llama(tmp_path / "m.gguf", ggml_type=ggml_type, dim=256, ffn=512, arch="qwen2"),
+        tmp_path / "m.safetensors",
+    )
     make(*paths, "packed")
     file, packed = GgufFile(paths[0]), load_all(PackedFile(paths[1]))
     storages = set()
@@ -272,9 +277,9 @@ def test_damaged_packed_files_are_refused(folder, tmp_path):
     path = tmp_path / "out.safetensors"
     make(folder, path, "packed")
     arrays, _ = read_header(path)
-    whole = path.read_bytes()
-    place = arrays["blk.1.ffn_down.0.scales"].offset
-    path.write_bytes(whole[:place] + b"\xff\xff" + whole[place + 2 :])
+    sound = path.read_bytes()
+    offset = arrays["blk.1.ffn_down.0.scales"].offset
+    path.write_bytes(sound[:offset] + b"\xff\xff" + sound[offset + 2 :])
     with pytest.raises(BadFile, match=r"ffn_down\.0\.scales"):
         load_all(PackedFile(path))
     for old, new in [
@@ -284,8 +289,8 @@ def test_damaged_packed_files_are_refused(folder, tmp_path):
         (b"Q4_0", b"Q4_9"),
         (b"GGUF", b"GGML"),
     ]:
-        assert old in whole
-        path.write_bytes(whole.replace(old, new, 1))
+        assert old in sound
+        path.write_bytes(sound.replace(old, new, 1))
         with pytest.raises(BadFile):
             load_all(PackedFile(path))
     write_safetensors(path, {"x": np.zeros(4, np.float32)})
@@ -294,7 +299,7 @@ def test_damaged_packed_files_are_refused(folder, tmp_path):
 
 
 def write_with_f32_scales(gguf: Path, path: Path) -> None:
-    """A packed file with f32 scales, as the first version of the format stored those of K-quants, and AWQ's are."""
+    """A packed file with f32 scales: those of AWQ, and of K-quants in the first version of the format."""
     file = GgufFile(gguf)
     with path.open("wb") as out:
         writer = PackedWriter(out, file.metadata, {n: (t.ggml_type, t.shape) for n, t in file.tensors.items()})
@@ -314,7 +319,7 @@ def write_with_f32_scales(gguf: Path, path: Path) -> None:
 @pytest.mark.parametrize("scales", ["Q4_K", "Q6_K", "f32"])
 def test_memory_plan_of_a_packed_file_is_what_is_allocated(gpu, tmp_path, monkeypatch, scales, precision):
     """On buffers, as on a GPU, whatever the adapter."""
-    gguf = tiny_llama(tmp_path / "m.gguf", kind="Q4_K" if scales == "f32" else scales, dim=256, ffn=512)
+    gguf = tiny_llama(tmp_path / "m.gguf", ggml_type="Q4_K" if scales == "f32" else scales, dim=256, ffn=512)
     path = tmp_path / "m.safetensors"
     if scales == "f32":
         write_with_f32_scales(gguf, path)
@@ -331,20 +336,20 @@ def test_memory_plan_of_a_packed_file_is_what_is_allocated(gpu, tmp_path, monkey
 def test_damaged_super_block_scales_are_refused(tmp_path, ggml_type):
     """A super-block is two f16, which must be finite, and sub-scales, which may have any value."""
     path = tmp_path / "m.safetensors"
-    make(tiny_llama(tmp_path / "m.gguf", kind=ggml_type, dim=256, ffn=512), path, "packed")
-    scales, whole = PackedFile(path).arrays["blk.1.ffn_down.0.scales"], path.read_bytes()
+    make(tiny_llama(tmp_path / "m.gguf", ggml_type=ggml_type, dim=256, ffn=512), path, "packed")
+    scales, sound = PackedFile(path).arrays["blk.1.ffn_down.0.scales"], path.read_bytes()
     assert scales.shape == (256, 2, 20) and scales.dtype == {"Q4_K": "U8", "Q6_K": "I8"}[ggml_type]
     second = scales.offset + 20
 
     def damage(at: int) -> PackedFile:
-        path.write_bytes(whole[:at] + b"\xff\xff" + whole[at + 2 :])
+        path.write_bytes(sound[:at] + b"\xff\xff" + sound[at + 2 :])
         return PackedFile(path)
 
     with pytest.raises(BadFile, match=r"ffn_down\.0\.scales holds NaN"):
         load_all(damage(second))
     load_all(damage(second + 4))
     for shape in (b"[256, 4, 10]", b"[256, 1, 40]", b"[512, 1, 20]", b"[256, 10, 4]", b"[16, 1, 640]"):
-        path.write_bytes(whole.replace(b"[256, 2, 20]", shape))
+        path.write_bytes(sound.replace(b"[256, 2, 20]", shape))
         with pytest.raises(BadFile, match=r"scales' is missing or damaged"):
             load_all(PackedFile(path))
 
@@ -410,8 +415,7 @@ with temporary_model(out, "original", source, original_plan(source)):
 @pytest.mark.parametrize("when", ["result", "plain"])
 def test_files_of_a_killed_run_are_hidden_and_the_next_run_deletes_them(folder, tmp_path, when):
     out = tmp_path / "x.gguf"
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "-c", KILLED, folder, out, when], env=env, timeout=100)
+    run = subprocess.run([sys.executable, "-c", KILLED, folder, out, when], timeout=100)
     assert run.returncode == -signal.SIGKILL
     part = ".x.gguf.part" if when == "result" else ".x.gguf.plain.gguf.part"
     assert files_in(tmp_path) == [".x.gguf.original.gguf", part]
@@ -469,14 +473,14 @@ print(tracemalloc.get_traced_memory()[1], used)
 
 
 def test_conversion_streams_and_is_fast_enough(tmp_path):
-    """Of 60 MB of f16 a few are in memory at a time, and a core takes more than 50 MB in a second."""
+    """Converting 60 MB of f16 holds a few of them in memory, and a core converts more than 50 MB/s."""
     config = hf_config(hidden_size=1024, intermediate_size=4096, num_attention_heads=8, vocab_size=1024)
     config |= {"num_hidden_layers": 2, "tie_word_embeddings": True}
     weights = {k: v.astype(np.float16) for k, v in hf_weights(config).items()}
     folder = hf_folder(tmp_path / "m", config, weights)
     size = sum(array.nbytes for array in weights.values())
     command = [sys.executable, "-c", MEASURE, folder, tmp_path / "x.gguf", tmp_path / "y.gguf"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     memory, seconds = map(float, run.stdout.split())
     assert 0 < memory < 16 << 20, run.stderr  # measured 8 MiB
@@ -556,8 +560,7 @@ def test_command_refuses_what_it_cannot_do(folder, tmp_path):
 
 
 def test_command_calibrates_and_evaluates(gpu, tmp_path):
-    """The text is a story like those that the model was trained on."""
-    model = shared_data("tiny/stories260K-f32.gguf")
+    model = tiny_llama(tmp_path / "m.gguf", context=512)
     text = tmp_path / "text"
     text.write_text("Once upon a time there was a little girl named Lily. She loved to play outside. " * 60)
     run = command(model, tmp_path / "x.gguf", "--calibrate", text, "--eval", text, "--chunks", 2, "--json")
@@ -567,11 +570,11 @@ def test_command_calibrates_and_evaluates(gpu, tmp_path):
     assert 0 < quality["after"]["divergence"] < 0.1 and 0 < quality["plain"]["divergence"] < 0.1
     for name, path in (("before", model), ("after", tmp_path / "x.gguf")):
         assert quality[name]["perplexity"] == pytest.approx(perplexity(path, text.read_text()), rel=0.01)
-    assert files_in(tmp_path) == ["text", "x.gguf"]
+    assert files_in(tmp_path) == ["m.gguf", "text", "x.gguf"]
 
 
 def perplexity(path: Path, text: str) -> float:
-    """Of the second halves of two chunks of 512, by the reference."""
+    """The reference's values for the second halves of two chunks of 512."""
     file = GgufFile(path)
     reference, ids = Reference(file), Tokenizer.from_gguf(file.metadata).encode(text, special=False)
     losses = []
@@ -586,14 +589,14 @@ def perplexity(path: Path, text: str) -> float:
 
 
 @pytest.mark.parametrize("backend", ["adapter", "buffers"])
-def test_calibration_gives_the_mean_squares_of_the_reference(gpu, monkeypatch, backend):
+def test_calibration_gives_the_mean_squares_of_the_reference(gpu, tmp_path, monkeypatch, backend):
     """On the backend that the adapter gets, and on buffers."""
     from llamagpu.convert.calibrate import calibrate
 
     if backend == "buffers":
         monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=False))
-    path = shared_data("tiny/stories260K-f32.gguf")
-    text = "Once upon a time there was a dog. " * 20
+    path = tiny_llama(tmp_path / "m.gguf")
+    text = "once upon a time there was a dog. " * 6
     found = calibrate(path, text, lambda done, total: None, gpu, context=32)
     file = GgufFile(path)
     reference = Reference(file)
@@ -617,21 +620,16 @@ def test_calibration_gives_the_mean_squares_of_the_reference(gpu, monkeypatch, b
 
 @pytest.mark.slow
 def test_search_beats_plain_rounding_on_held_out_text(gpu, tmp_path):
-    """SmolLM2 from f16 to Q4_0, calibrated on one part of the text and measured on another."""
+    """SmolLM2 from f16 to Q4_0, calibrated on one section of the text and measured on another."""
     from llamagpu.convert.calibrate import calibrate, compare
-    from llamagpu.hub.registry import path
 
-    try:
-        model = path("smollm2")
-    except LlamaGpuError as error:
-        pytest.skip(error.cause)
-    text = shared_data("text/wiki.test.raw").read_text("utf-8")
-    f16, plain, best, calibrated = (tmp_path / f"{name}.gguf" for name in ("f16", "plain", "best", "calibrated"))
+    model, text = default_model(), english_text()
+    f16, nearest, best, calibrated = (tmp_path / f"{name}.gguf" for name in ("f16", "plain", "best", "calibrated"))
     make(model, f16, "f16")
-    importance = calibrate(f16, text[600_000:606_000], lambda done, total: None, gpu)
-    for out, options in ((plain, {}), (best, {"best": True}), (calibrated, {"best": True, "importance": importance})):
+    importance = calibrate(f16, text[300_000:306_000], lambda done, total: None, gpu)
+    for out, options in ((nearest, {}), (best, {"best": True}), (calibrated, {"best": True, "importance": importance})):
         make(f16, out, "q4_0", **options)
-    found = compare([f16, plain, best, calibrated], text, lambda done, total: None, context=256, most=4)
+    found = compare([f16, nearest, best, calibrated], text, lambda done, total: None, context=256, most=4)
     print([(round(q.perplexity, 3), round(q.divergence, 4)) for q in found])
     assert found[0].perplexity < found[3].perplexity < found[2].perplexity < found[1].perplexity
     assert found[3].divergence < 0.75 * found[1].divergence

@@ -48,22 +48,22 @@ def fused_kernels(run: OneSequence) -> int:
     return [dispatch.kernel for dispatch in run.model.plan(1).dispatches].count("fused_layers")
 
 
-SHAPE: dict[str, Any] = dict(dim=128, heads=2, kv_heads=1, head_dim=64, ffn=192, layers=3, kind="Q4_0")
+SHAPE: dict[str, Any] = dict(dim=128, heads=2, kv_heads=1, head_dim=64, ffn=192, layers=3, ggml_type="Q4_0")
 FAST_F16 = dict(precision=Precision.FAST, kv_type=KvType.F16)
 PRECISIONS = pytest.mark.parametrize("precision", list(Precision))
 
 MODELS: dict[str, dict[str, Any]] = {
     "2 heads per KV head": SHAPE,
-    "3 heads per KV head, offsets": SHAPE | dict(heads=6, kv_heads=2, kind="Q4_1", tied=False),
-    "biases": SHAPE | dict(biases=True, kind="Q8_0"),
+    "3 heads per KV head, offsets": SHAPE | dict(heads=6, kv_heads=2, ggml_type="Q4_1", tied=False),
+    "biases": SHAPE | dict(biases=True, ggml_type="Q8_0"),
     "sliding window": SHAPE | dict(metadata={"llama.attention.sliding_window": 5}),
-    "qwen2, head_dim 128": SHAPE | dict(arch="qwen2", head_dim=128, kind="F16"),
-    "two types of down": SHAPE | dict(kind=by_name(**{"1.ffn_down": "Q8_0", "": "Q4_0"}), layers=4),
-    "two types of v": SHAPE | dict(kind=by_name(**{"1.attn_v": "Q8_0", "3.attn_v": "Q8_0", "": "Q4_0"}), layers=4),
+    "qwen2, head_dim 128": SHAPE | dict(arch="qwen2", head_dim=128, ggml_type="F16"),
+    "two types of down": SHAPE | dict(ggml_type=by_name(**{"1.ffn_down": "Q8_0", "": "Q4_0"}), layers=4),
+    "two types of v": SHAPE | dict(ggml_type=by_name(**{"1.attn_v": "Q8_0", "3.attn_v": "Q8_0", "": "Q4_0"}), layers=4),
     "four types of down": SHAPE
     | dict(
         layers=6,
-        kind=by_name(
+        ggml_type=by_name(
             **{
                 "1.ffn_down": "Q8_0",
                 "4.ffn_down": "Q8_0",
@@ -74,7 +74,8 @@ MODELS: dict[str, dict[str, Any]] = {
         ),
     ),
     # groups of 16 in 6 bits, and the second layer unlike its neighbours in two stages
-    "mixed": SHAPE | dict(dim=256, ffn=256, kind=by_name(**{"1.attn_v": "Q6_K", "1.ffn_down": "Q6_K", "": "Q4_K"})),
+    "mixed": SHAPE
+    | dict(dim=256, ffn=256, ggml_type=by_name(**{"1.attn_v": "Q6_K", "1.ffn_down": "Q6_K", "": "Q4_K"})),
 }
 
 
@@ -95,7 +96,7 @@ LACKING = (("0.attn_q", "0.attn_k", "0.attn_v"), ("0.attn_output",), ("1.ffn_dow
 @pytest.mark.parametrize("zeros", [True, False], ids=["zeros", "absent"])
 @pytest.mark.parametrize("lacking", LACKING, ids=lambda names: names[0])
 def test_a_bias_that_some_layers_lack(fused_gpu, tmp_path, lacking, zeros):
-    keys, tensors = tiny_parts(**SHAPE | dict(biases=True, kind="Q8_0"))
+    keys, tensors = tiny_parts(**SHAPE | dict(biases=True, ggml_type="Q8_0"))
     for name in lacking:
         ggml_type, shape, data = tensors.pop(f"blk.{name}.bias")
         if zeros:
@@ -111,7 +112,7 @@ def test_a_matrix_that_does_not_fit_a_slab(fused_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, binding_bytes=1 << 17))
     monkeypatch.setattr(weights, "slab_groups", lambda *rest: (slab_groups(*rest)[0], 4))
     types = by_name(attn_q="Q8_0", attn_k="Q8_0", attn_v="Q8_0", **{"": "Q4_0"})
-    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(kv_heads=2, layers=4, kind=types))
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(kv_heads=2, layers=4, ggml_type=types))
     run = load_one(fused_gpu, path)
     shard = run.engine.weights.layers[1].qkv.shards[0]
     assert run.model.fused and not isinstance(shard.words, BufferRange) and isinstance(shard.scales, BufferRange)
@@ -121,7 +122,7 @@ def test_a_matrix_that_does_not_fit_a_slab(fused_gpu, tmp_path, monkeypatch):
 @pytest.mark.parametrize("other, ready", [("attn_q", "false"), ("attn_v", "true")])
 def test_shards_share_the_inputs_of_the_first_prologue(fused_gpu, tmp_path, other, ready):
     """Where the first shard's prologue ran in every workgroup that the second has; read from the kernels' source."""
-    shape = SHAPE | dict(dim=512, kv_heads=2, kind=by_name(**{other: "Q8_0", "": "F16"}))
+    shape = SHAPE | dict(dim=512, kv_heads=2, ggml_type=by_name(**{other: "Q8_0", "": "F16"}))
     fused = fused_of(load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **shape)))
     fused.grid = GridSize(128, 512)
     shards = fused.weights.layers[0].qkv.shards
@@ -161,17 +162,17 @@ def test_a_long_context_is_split_and_merged(fused_gpu, tmp_path):
 
 @pytest.mark.parametrize("settings", [{"LLAMAGPU_SAFE": "1"}, {"LLAMAGPU_UNCHECKED": "0"}], ids=str)
 def test_the_same_text_by_other_means(fused_gpu, tmp_path, monkeypatch, settings):
-    """2000 tokens, with the KV cache growing on the way."""
-    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(layers=2), context=2048)
+    """300 tokens, while the KV cache grows from 64 tokens to 512."""
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(layers=2), context=512)
 
     def text(gpu: Any) -> list[int]:
-        run = load_one(gpu, path, capacity=256, context=2048, kv_type=KvType.F16)
+        run = load_one(gpu, path, capacity=64, context=512, kv_type=KvType.F16)
         assert run.model.fused
         run.prefill([1, 2, 3])
-        return list(run.greedy(2000))
+        return list(run.greedy(300))
 
     want = text(fused_gpu)
-    assert len(want) == 2000
+    assert len(want) == 300
     monkeypatch.setenv(*next(iter(settings.items())))
     assert text(open_gpu(LLAMAGPU_FUSED="1", **settings)) == want
 
@@ -201,7 +202,7 @@ def layer_buffers(layer: Layer) -> list[Any]:
 SETTINGS = Settings(Precision.HIGH, KvType.F32, Backend.BUFFERS, chunk=16, context=64, capacity=64)
 
 
-@pytest.mark.parametrize("shape", [MODELS["biases"], SHAPE | dict(ffn=1024, kind=by_name(**{"0.ffn_up": "Q8_0"}))])
+@pytest.mark.parametrize("shape", [MODELS["biases"], SHAPE | dict(ffn=1024, ggml_type=by_name(**{"0.ffn_up": "Q8_0"}))])
 def test_slabs_hold_the_same_bytes(fused_gpu, tmp_path, shape):
     """Also where gate and up of a layer are separate matrices."""
     plain_gpu = open_gpu(LLAMAGPU_FUSED="0")
@@ -386,18 +387,18 @@ def test_stores_that_do_not_arrive_are_noticed(fused_gpu, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "go_on",
+    "continue_text",
     [lambda run: list(run.greedy(30)), lambda run: list(run.sample_on_host()), lambda run: run.log_probs([1, 2, 3])],
     ids=["device", "host", "scores"],
 )
-def test_a_barrier_that_timed_out_ends_the_text(fused_gpu, tmp_path, go_on: Callable[[OneSequence], Any]):
+def test_a_barrier_that_timed_out_ends_the_text(fused_gpu, tmp_path, continue_text: Callable[[OneSequence], Any]):
     run = load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
     barrier = run.model.barrier
     assert barrier and fused_gpu.read(barrier, np.uint32, 3)[2] == SPIN_LIMIT
     run.prefill([1, 2, 3])
     fused_gpu.write(barrier, np.array([1], np.uint32), offset=4)
     with pytest.raises(DeviceLost, match="same time") as caught:
-        go_on(run)
+        continue_text(run)
     assert "LLAMAGPU_FUSED=0" in caught.value.remedy
 
 
@@ -406,7 +407,7 @@ def test_a_kernel_with_too_many_bindings_is_not_fused(fused_gpu, tmp_path, monke
     limit = min(33, fused_gpu.caps.storage_buffers)
     monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, storage_buffers=limit))
     types = by_name(attn_q="Q4_0", attn_k="Q4_1", attn_v="Q8_0")
-    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(layers=1, biases=True, kind=types))
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(layers=1, biases=True, ggml_type=types))
     run = load_one(fused_gpu, path)
     assert not run.model.fused
     check_against_reference(run, path)

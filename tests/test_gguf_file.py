@@ -1,4 +1,4 @@
-"""GgufFile against gguf-py's own reader on sound files, and its words about unsound ones."""
+"""GgufFile against gguf-py's own reader on sound files, and its messages about damaged ones."""
 
 import os
 import time
@@ -7,18 +7,11 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from conftest import shared_data
 from gguf_builder import encode, tiny_llama, tiny_parts, write_gguf
+from package_data import vocabulary
 
 from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
 from llamagpu.files.gguf_file import BLOCKS, GGML_TYPES, SUPPORTED, GgufFile
-
-SHARED_FILES = [  # gguf-py takes 20 s for the 410,000 strings of llama-bpe: its small brothers stand for it
-    "vocab/ggml-vocab-gpt-2.gguf",
-    "vocab/ggml-vocab-llama-spm.gguf",
-    "tiny/stories260K-f32.gguf",
-    "tiny/stories15M-q4_0.gguf",
-]
 
 
 def same(ours, theirs) -> bool:
@@ -41,8 +34,8 @@ def compare(path: Path) -> None:
         assert mine.data.tobytes() == t.data.tobytes()
 
 
-def refusal(path, kind: type[LlamaGpuError] = BadFile) -> str:
-    with pytest.raises(kind) as caught:
+def refusal(path, error: type[LlamaGpuError] = BadFile) -> str:
+    with pytest.raises(error) as caught:
         GgufFile(path)
     error = caught.value
     assert error.cause.isprintable() and error.remedy.isprintable() and error.remedy
@@ -56,11 +49,11 @@ def test_block_sizes_are_those_of_ggml():
     assert set(BLOCKS) == set(SUPPORTED)
 
 
-@pytest.mark.parametrize("kind", SUPPORTED)
-def test_every_kind_reads_as_gguf_reads_it(tmp_path, kind):
-    path = tiny_llama(tmp_path / "m.gguf", dim=256, ffn=256, kind=kind, layers=1, tied=False, biases=True)
+@pytest.mark.parametrize("ggml_type", SUPPORTED)
+def test_every_type_reads_as_gguf_reads_it(tmp_path, ggml_type):
+    path = tiny_llama(tmp_path / "m.gguf", dim=256, ffn=256, ggml_type=ggml_type, layers=1, tied=False, biases=True)
     compare(path)
-    assert GgufFile(path).tensors["blk.0.attn_q.weight"].ggml_type == kind
+    assert GgufFile(path).tensors["blk.0.attn_q.weight"].ggml_type == ggml_type
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -71,13 +64,13 @@ def test_versions_and_alignments(tmp_path, version, alignment):
     compare(tiny_llama(tmp_path / "m.gguf", **model, version=version, alignment=alignment))
 
 
-@pytest.mark.parametrize("rel", SHARED_FILES)
-def test_shared_files_read_as_gguf_reads_them(rel):
-    compare(shared_data(rel))
+@pytest.mark.parametrize("name", ["gpt-2", "llama-spm"])  # gguf-py takes 20 s for the 410,000 strings of llama-bpe
+def test_vocabularies_read_as_gguf_reads_them(name):
+    compare(vocabulary(name))
 
 
 def test_llama3_vocabulary_reads_fast():
-    path = shared_data("vocab/ggml-vocab-llama-bpe.gguf")
+    path = vocabulary("llama-bpe")
     seconds = []
     for _ in range(3):
         start = time.process_time()
@@ -122,13 +115,13 @@ def test_tensors_are_views_that_outlive_close(tmp_path):
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_any_part_of_a_split_file_opens_the_whole(tmp_path, number):
-    whole = GgufFile(tiny_llama(tmp_path / "whole.gguf"))
+    single = GgufFile(tiny_llama(tmp_path / "whole.gguf"))
     tiny_llama(tmp_path / "m.gguf", n_parts=3, alignment=64)
     split = GgufFile(tmp_path / f"m-0000{number}-of-00003.gguf")
     assert split.path.name == "m-00001-of-00003.gguf"
     assert split.metadata["llama.block_count"] == 2
     assert {n: t.data.tobytes() for n, t in split.tensors.items()} == {
-        n: t.data.tobytes() for n, t in whole.tensors.items()
+        n: t.data.tobytes() for n, t in single.tensors.items()
     }
 
 
@@ -153,8 +146,8 @@ def test_split_counts_must_agree(tmp_path):
     keys, tensors = tiny_parts()
     half = dict(list(tensors.items())[: len(tensors) // 2 - 1])
     for count in (np.uint16(2), np.array([1, 2]), "2", np.float32(2), np.uint64(2**60)):
-        spoilt = keys | {"split.count": count, "split.no": np.uint16(0), "split.tensors.count": len(tensors)}
-        first.write_bytes(encode(spoilt, half))
+        damaged = keys | {"split.count": count, "split.no": np.uint16(0), "split.tensors.count": len(tensors)}
+        first.write_bytes(encode(damaged, half))
         assert "tensors, not" in refusal(first) or "split.count" in refusal(first)
 
 
@@ -226,7 +219,7 @@ def test_impossible_tensors_are_refused(tmp_path, tensors, said):
     assert said in refusal(write_gguf(tmp_path / "m.gguf", {}, {"first": f32(8), **tensors}))
 
 
-def spoil(tmp_path, what: str, which: int, value: int, metadata: dict | None = None) -> Path:
+def damage(tmp_path, what: str, which: int, value: int, metadata: dict | None = None) -> Path:
     """Two tensors of 32 bytes, one field overwritten."""
     marks: list = []
     raw = bytearray(encode(metadata or {}, {"a": f32(8), "b": f32(8)}, marks=marks))
@@ -250,7 +243,7 @@ def spoil(tmp_path, what: str, which: int, value: int, metadata: dict | None = N
     ],
 )
 def test_impossible_fields_are_refused(tmp_path, what, which, value, said):
-    assert said in refusal(spoil(tmp_path, what, which, value))
+    assert said in refusal(damage(tmp_path, what, which, value))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +258,7 @@ def test_impossible_fields_are_refused(tmp_path, what, which, value, said):
     ],
 )
 def test_impossible_metadata_is_refused(tmp_path, what, value, metadata, said):
-    assert said in refusal(spoil(tmp_path, what, 0, value, metadata))
+    assert said in refusal(damage(tmp_path, what, 0, value, metadata))
 
 
 @pytest.mark.parametrize("alignment", [0, 3, 48, 2**31, -32, "32", 32.0, True, np.array([32])])

@@ -1,4 +1,4 @@
-"""Thousands of spoilt files: each is read or refused with one line of cause and one of remedy, quickly, in
+"""Thousands of damaged files: each is read or refused with one line of cause and one of remedy, quickly, in
 little memory. A traceback of another kind, a hang or a large allocation fails."""
 
 import os
@@ -19,7 +19,7 @@ from llamagpu.files.repack import repack, to_f32
 from llamagpu.files.tokenizer import Tokenizer
 
 Rng = np.random.Generator
-MODEL = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32, "biases": True, "kind": "Q4_0"}
+MODEL = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32, "biases": True, "ggml_type": "Q4_0"}
 EXTREMES = [0, 1, 2, 3, 4, 5, 8, 9, 12, 13, 31, 33, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**60,
             2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 8, 2**64 - 1]  # fmt: skip
 
@@ -100,10 +100,10 @@ def bytes_moved(rng: Rng, raw: bytes, header: int, marks: list) -> bytes:
     return raw[:at] + piece + raw[at + rng.integers(2) * length :]
 
 
-def model_spoilt(rng: Rng, raw: bytes, header: int, marks: list) -> bytes:
+def model_damaged(rng: Rng, raw: bytes, header: int, marks: list) -> bytes:
     keys, tensors = tiny_parts(**MODEL)
     for _ in range(rng.integers(1, 3)):
-        choice(rng, SPOILERS)(rng, keys, tensors)
+        choice(rng, MODEL_MUTATIONS)(rng, keys, tensors)
     return encode(keys, tensors)
 
 
@@ -129,12 +129,12 @@ def tensor_renamed(rng: Rng, keys: dict, tensors: Tensors) -> None:
 
 def tensor_reshaped(rng: Rng, keys: dict, tensors: Tensors) -> None:
     name = choice(rng, tensors)
-    kind, shape, data = tensors[name]
+    ggml_type, shape, data = tensors[name]
     shapes = [shape, shape[::-1], (*shape, 1), (0, 32), (), (2**60,), (32, 64), (2**32, 2**32, 32)]
-    tensors[name] = (choice(rng, [kind, kind, 37, "IQ2_XXS", "F16", 2**32 - 1]), choice(rng, shapes), data)
+    tensors[name] = (choice(rng, [ggml_type, ggml_type, 37, "IQ2_XXS", "F16", 2**32 - 1]), choice(rng, shapes), data)
 
 
-def vocab_spoilt(rng: Rng, keys: dict, tensors: Tensors) -> None:
+def vocab_damaged(rng: Rng, keys: dict, tensors: Tensors) -> None:
     tokens = keys.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and tokens:
         broken = choice(rng, [b"\xc3\x28", b"\xed\xa0\x80", b"\xff", "", "\0", "a" * 70_000])
@@ -142,19 +142,19 @@ def vocab_spoilt(rng: Rng, keys: dict, tensors: Tensors) -> None:
         keys["tokenizer.ggml.tokens"] = [*tokens[:at], broken, *tokens[at + rng.integers(2) :]]
 
 
-SPOILERS = [key_dropped, key_changed, tensor_dropped, tensor_renamed, tensor_reshaped, vocab_spoilt]
+MODEL_MUTATIONS = [key_dropped, key_changed, tensor_dropped, tensor_renamed, tensor_reshaped, vocab_damaged]
 # how often, and the least number of distinct causes it must have drawn out
 MUTATIONS = {
     truncated: (500, 10),
     bits_flipped: (1000, 40),
     fields_rewritten: (1000, 60),
     bytes_moved: (500, 20),
-    model_spoilt: (700, 60),
+    model_damaged: (700, 60),
 }
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda f: f.__name__)
-def test_spoilt_files_are_read_or_refused(tmp_path, mutate):
+def test_damaged_files_are_read_or_refused(tmp_path, mutate):
     times, causes = MUTATIONS[mutate]
     marks: list = []
     raw = encode(*tiny_parts(**MODEL), marks=marks)

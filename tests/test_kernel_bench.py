@@ -21,17 +21,17 @@ from llamagpu.gpu.recorder import Step
 from llamagpu.gpu.timing import Stopwatch
 from llamagpu.verify.reference import Weight, matrix_of, only, run, step_buffer
 
-FEW = [4]
+TOKENS = [4]
 F32_NMSE, INT8_NMSE = 1e-10, 5e-4  # largest error of f32 and of int8 activations
 
 
 @pytest.fixture(scope="module")
 def found(gpu: Gpu) -> dict[str, list[Result]]:
-    """The results of all six ideas."""
+    """The results of all six comparisons."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "DEPTH", 64)
         shapes = {op: "64x64" if op in ("gemm", "gemv", "loads") else "tiny" for op in OPS}
-        return {op: list(kernels.kernel_bench(gpu, [op], [shape], FEW)) for op, shape in shapes.items()}
+        return {op: list(kernels.kernel_bench(gpu, [op], [shape], TOKENS)) for op, shape in shapes.items()}
 
 
 def test_every_comparison_is_right_and_timed(found: dict[str, list[Result]]) -> None:
@@ -105,7 +105,7 @@ def test_shapes_are_those_of_a_layer() -> None:
 
 
 def test_a_wrong_kernel_has_a_large_error(gpu: Gpu) -> None:
-    """The error is that of what the kernel has written, not of the last right result."""
+    """The error is that of the kernel's own results, not of an earlier right one."""
     times = LinearTimes(gpu, Stopwatch(gpu), Weight(Storage.Q4, 64, 64), 2)
     assert times.time(2).nmse < F32_NMSE
     for shard in times.shards:

@@ -126,7 +126,7 @@ def test_attend_with_many_heads_per_kv_head(gpu, case):
 
 
 def check_attend(gpu, case: Heads, table: Table[Attention], steps: Sequence[Sequence[Segment]]) -> str:
-    """Runs the case, which must be right and write nothing else; the kernel's name."""
+    """Run the case, check its results and guards; return the kernel's name."""
     rng, d, dtype = random(case.name), case.head_dim, case.dtype
     q = rng.standard_normal((MOST, case.heads, d)).astype(np.float32)
     shape = (SLOTS, case.kv_heads, CAPACITY, d)
@@ -213,7 +213,7 @@ def test_attend_in_splits(gpu, case, splits, int8_out):
 
 
 def test_attend_in_splits_with_16_lanes_per_position(gpu):
-    """llvmpipe reads its vector width when it starts: a process of its own has twice as many lanes as usual."""
+    """llvmpipe reads its vector width when it starts: a separate process has twice as many lanes as usual."""
     if "llvmpipe" not in gpu.name:
         pytest.skip("the lanes of other adapters are fixed")
     other, arguments = 77, ["-q", "-p", "no:cacheprovider", __file__, "-k", "test_attend_in_splits and 4of128"]
@@ -268,7 +268,7 @@ LONGEST = [
 
 @pytest.mark.parametrize("route, d", LONGEST, ids=lambda value: value if isinstance(value, int) else value.kernel)
 def test_attend_over_the_longest_context(any_gpu, route, d):
-    """As far as a CPU adapter may look back: llvmpipe ends loops after 65535 iterations, without an error.
+    """The most positions of a CPU adapter: llvmpipe ends loops after 65535 iterations, without an error.
 
     All scores are equal, so that the result is the mean of the values.
     """

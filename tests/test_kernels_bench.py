@@ -55,7 +55,7 @@ def test_peak(gpu, int8):
 
 @covers("barrier_litmus")
 def test_barrier_litmus_unfused(gpu):
-    """One layer of it; tests of fused decode run it with grid barriers."""
+    """One layer; the tests of fused decode run it with grid barriers."""
     n, shift = (shaders.constants("barrier_litmus")[name] for name in ("N", "SHIFT"))
     start = random("litmus").integers(1 << 31, size=n, dtype=np.uint32)
     y = gpu.zeros(8 * n, "y")

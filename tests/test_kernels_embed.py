@@ -62,7 +62,7 @@ def test_embed(any_gpu, route, case):
     y, step = gpu.zeros((len(ids) + 1) * k * 4, "y"), Steps(gpu, slots=2)
     make = Ops(gpu, step.buffer)
     for m in (1, 2, len(ids)):
-        step.write(*(Segment(slot, 5, part) for slot, part in ((1, ids[: m // 2]), (0, ids[m // 2 : m])) if part))
+        step.write(*(Segment(slot, 5, tokens) for slot, tokens in ((1, ids[: m // 2]), (0, ids[m // 2 : m])) if tokens))
         fill(gpu, y, len(ids) + 1, k)
         plan = make.embed(matrix, y, 1 if m == 1 else len(ids), table)
         assert {dispatch.kernel for dispatch in plan} == {route.kernel}

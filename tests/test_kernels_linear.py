@@ -98,8 +98,8 @@ class LinearCase:
 
     @property
     def main(self) -> bool:
-        plain = (self.inputs, self.prologue) == (Inputs.F32, Prologue.NONE)
-        return self.epilogue is not Epilogue.STORE or (self.weight.k == 576 and (plain or self.first))
+        no_prologue = (self.inputs, self.prologue) == (Inputs.F32, Prologue.NONE)
+        return self.epilogue is not Epilogue.STORE or (self.weight.k == 576 and (no_prologue or self.first))
 
     @property
     def bound(self) -> verify_reference.Bound:
@@ -114,8 +114,8 @@ class LinearCase:
 
     def fits(self, route, caps) -> bool:
         """Workgroup epilogues run only on routes that no plain epilogue fits: the others have cases enough."""
-        plain = self.epilogue is not Epilogue.STORE and replace(self, epilogue=Epilogue.STORE).fits(route, caps)
-        return bool(self.tokens(route, caps)) and not plain
+        stores = self.epilogue is not Epilogue.STORE and replace(self, epilogue=Epilogue.STORE).fits(route, caps)
+        return bool(self.tokens(route, caps)) and not stores
 
 
 LINEAR = runs(
@@ -161,7 +161,7 @@ STAGES = (
 @pytest.mark.parametrize("prologue", [Prologue.NORM, Prologue.MERGE])
 @pytest.mark.parametrize("weight", STAGES, ids=lambda weight: weight.name)
 def test_linear_gemv_fused(gpu, weight, prologue, inputs):
-    """A stage of fused decode as a kernel of its own: a grid-stride loop over 1, 3 and as many workgroups as rows
+    """A stage of fused decode as a separate kernel: a grid-stride loop over 1, 3 and as many workgroups as rows
     need."""
     if not gpu.caps.subgroup:
         pytest.skip("the adapter lacks subgroups")
@@ -182,11 +182,11 @@ def test_linear_gemv_fused(gpu, weight, prologue, inputs):
 
 SHARDS = (Weight(Q4, 14, 64), Weight(Q8, 58, 64, has_offset=True, scale_bits=32))
 MIXED = LinearCase(SHARDS[0])
-PLAIN = one_per_kernel([route for route in routes.LINEAR if MIXED.fits(route, FULL_CAPS)])
+STORE_ROUTES = one_per_kernel([route for route in routes.LINEAR if MIXED.fits(route, FULL_CAPS)])
 
 
 @pytest.mark.parametrize("epilogue", [Epilogue.ADD, Epilogue.SWIGLU])
-@pytest.mark.parametrize("route", [r for r in PLAIN if r.kernel not in SLOW], ids=lambda r: r.kernel)
+@pytest.mark.parametrize("route", [r for r in STORE_ROUTES if r.kernel not in SLOW], ids=lambda r: r.kernel)
 def test_epilogue_add_and_swiglu(gpu, route, epilogue):
     matrix, w, bias = upload_shards(gpu, *SHARDS)
     table, tokens = only(gpu, route, MIXED), MIXED.tokens(route, gpu.caps)
@@ -210,7 +210,7 @@ def test_epilogue_add_and_swiglu(gpu, route, epilogue):
 
 
 @pytest.mark.parametrize("kv_type", KvType, ids=lambda kv_type: f"kv_{kv_type}")
-@pytest.mark.parametrize("route", PLAIN, ids=lambda route: route.kernel)
+@pytest.mark.parametrize("route", STORE_ROUTES, ids=lambda route: route.kernel)
 def test_epilogue_qkv(gpu, route, kv_type):
     """q is rotated and stored. k, rotated, and v go to the slot and position of their row, and nowhere else."""
     c, capacity = replace(synthetic_config("tiny"), heads=8, kv_heads=2, head_dim=6, rope_dims=4), 80
@@ -253,7 +253,7 @@ def test_epilogue_qkv(gpu, route, kv_type):
             assert (cache == GUARD).all(), f"{name}, {segments}: wrote outside its positions"
 
 
-@pytest.mark.parametrize("route", [r for r in PLAIN if r.grid is not routes.tile_grid], ids=lambda r: r.kernel)
+@pytest.mark.parametrize("route", [r for r in STORE_ROUTES if r.grid is not routes.tile_grid], ids=lambda r: r.kernel)
 def test_linear_with_folded_grid(gpu, monkeypatch, route):
     """More workgroups than one dimension of a grid holds: here 3 instead of 65,535."""
     case = LinearCase(Weight(Q4, 1030, 32))
@@ -330,7 +330,7 @@ TILES = list({str(r.consts): r for r in routes.LINEAR if r.kernel == "linear_gem
 
 @pytest.mark.parametrize("route", TILES, ids=lambda r: " ".join(f"{k.lower()} {v}" for k, v in r.consts.items()))
 def test_tiles_stay_in_workgroup_memory(gpu, monkeypatch, route):
-    """With bounds checks, which unchecked shaders go without, a read outside would give another number."""
+    """A read out of bounds would give other numbers with bounds checks than in unchecked shaders."""
     if gpu.caps.shared_bytes < 32768:
         pytest.skip("the adapter has too little workgroup memory")
     monkeypatch.setattr(gpu, "unchecked", False)

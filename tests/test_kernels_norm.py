@@ -59,7 +59,7 @@ def test_rms_norm(any_gpu, route, case):
     make = Ops(gpu, step.buffer)
     for segments, last_rows in NORM_STEPS:
         step.write(*segments)
-        m = sum(len(part.tokens) for part in segments)
+        m = sum(len(seg.tokens) for seg in segments)
         fill(gpu, y, words)
         dispatch = make.rms_norm(xs, ws, y, width, eps, 1 if m == 1 else ROWS, last_rows, table)
         assert dispatch.kernel == route.kernel
@@ -67,7 +67,7 @@ def test_rms_norm(any_gpu, route, case):
             dispatch = replace(dispatch, grid=(len(segments), 1, 1))
         run(gpu, [dispatch], m)
         got = gpu.read(y, dtype, (ROWS + 1) * size).reshape(ROWS + 1, size)
-        ends = np.cumsum([len(part.tokens) for part in segments])
+        ends = np.cumsum([len(seg.tokens) for seg in segments])
         rows = want[ends - 1] if last_rows else want[:m]
         for i, row in enumerate(rows):  # one by one: beside 300 an error in 3e-3 would not show
             if int8:

@@ -19,7 +19,7 @@ UNTOUCHED = 9  # in rings
 
 
 def largest_of_64(logits: Array) -> Array:
-    """What argmax leaves: of every 64 logits the largest, as (its bits, its index)."""
+    """The results of argmax: (bits, index) of the largest of every 64 logits."""
     runs = enumerate(np.split(logits.astype(np.float32), range(64, logits.size, 64)))
     return np.array([(run.max().view(np.uint32), 64 * i + run.argmax()) for i, run in runs], np.uint32)
 
@@ -51,22 +51,22 @@ def greedy_on(gpu, logits: Array, times: int = 1, rows: int = 1) -> Greedy:
 @pytest.mark.parametrize("vocab", [1, 63, 1024, 1025, 128256])
 def test_greedy_takes_the_largest(any_gpu, vocab):
     rng = random(f"logits {vocab}")
-    for place in {0, vocab // 2, vocab - 1, vocab // 3}:
+    for best in {0, vocab // 2, vocab - 1, vocab // 3}:
         logits = rng.standard_normal(vocab)
-        logits[place] = 9.0
-        assert greedy_on(any_gpu, logits).token == place
-        assert greedy_on(any_gpu, logits - 1000).token == place
+        logits[best] = 9.0
+        assert greedy_on(any_gpu, logits).token == best
+        assert greedy_on(any_gpu, logits - 1000).token == best
 
 
 # neighbours, two runs of 64, two workgroups, and 256 runs away from each other, where one invocation of greedy compares
 EQUALS = [(5, 6), (63, 64), (65, 1), (0, 1024), (1023, 1024), (70_000, 3000, 3001), (19_884, 3500)]
 
 
-@pytest.mark.parametrize("places", EQUALS)
-def test_greedy_takes_the_first_of_equals(any_gpu, places):
+@pytest.mark.parametrize("indices", EQUALS)
+def test_greedy_takes_the_first_of_equals(any_gpu, indices):
     logits = np.full(70_001, -1.0)
-    logits[list(places)] = 2.5
-    assert greedy_on(any_gpu, logits).token == min(places)
+    logits[list(indices)] = 2.5
+    assert greedy_on(any_gpu, logits).token == min(indices)
 
 
 def test_greedy_of_equal_logits_is_zero(any_gpu):
@@ -101,7 +101,7 @@ def test_greedy_of_each_segment(any_gpu, weight, segments):
     found = np.array([[(0, 5), (0, 70), (0, 3), (0, 33)], [(0, 1), (0, 8), (0, 70), (0, 40)]], np.uint32)
     logits = np.array([[-3.0, 2.0, 2.0, 1.0], [-1e3, -4.0, -2.0, -5.0]], np.float32)
     found[..., 0] = logits.view(np.uint32)
-    tokens = [3, 70][:count]  # of the two largest the first
+    tokens = [3, 70][:count]  # the first of the two largest
     x = gpu.upload(np.full((count + 1) * k, GUARD, np.float32), "x")
     ring = gpu.upload(np.full((SLOTS, 8), UNTOUCHED, np.uint32), "ring")
     step = Steps(gpu, 99, SLOTS)
@@ -110,10 +110,10 @@ def test_greedy_of_each_segment(any_gpu, weight, segments):
     consts = {"CANDIDATES": 4, "RING": 4, "RING_WORDS": 8}
     run(gpu, [Ops(gpu, step.buffer).sample("greedy", consts, bindings, matrix_of(shard), count)])
     want = np.full((SLOTS, 8), UNTOUCHED)
-    for part, token in zip(segments, tokens, strict=True):
-        want[part.slot, 0] = token
+    for seg, token in zip(segments, tokens, strict=True):
+        want[seg.slot, 0] = token
     assert (gpu.read(ring, np.uint32, SLOTS * 8).reshape(SLOTS, 8) == want).all()
-    rows = [[part.slot, part.position + 1, token, 1] for part, token in zip(segments, tokens, strict=True)]
+    rows = [[seg.slot, seg.position + 1, token, 1] for seg, token in zip(segments, tokens, strict=True)]
     assert step_rows(gpu, step.buffer, count).tolist() == rows
     assert gpu.read(step.buffer, np.uint32, 4).tolist() == [count, count, 99, SLOTS]
     got = gpu.read(x, np.float32, (count + 1) * k).reshape(count + 1, k)
@@ -154,14 +154,14 @@ def sample_on(
     oldest: int = 0,
 ) -> Sampled:
     """`count` tokens of each segment in one submission, all from these logits [segments, vocab]."""
-    parts, vocab = logits.shape
+    segment_count, vocab = logits.shape
     window, best = len(recent), np.stack([largest_of_64(row) for row in logits])
     sampler, step = DeviceSampler(gpu, SLOTS), Steps(gpu, 99, SLOTS)
     rings = np.full((SLOTS, count + window), UNTOUCHED, np.uint32)
-    for part, sampling in zip(segments, samplings, strict=True):
-        sampler.configure(part.slot, sampling, ())
-        gpu.write(sampler.settings, np.array([oldest], np.uint32), offset=4 * (SETTING_WORDS * (part.slot + 1) - 1))
-        rings[part.slot, count:] = recent
+    for seg, sampling in zip(segments, samplings, strict=True):
+        sampler.configure(seg.slot, sampling, ())
+        gpu.write(sampler.settings, np.array([oldest], np.uint32), offset=4 * (SETTING_WORDS * (seg.slot + 1) - 1))
+        rings[seg.slot, count:] = recent
     kept, values, found = (gpu.upload(data, "data") for data in (logits, logits, best))
     ring = gpu.upload(rings, "ring")
     step.write(*segments)
@@ -172,11 +172,11 @@ def sample_on(
     ]
     consts = {"CANDIDATES": best.shape[1], "RING": count, "RING_WORDS": count + window, "VOCAB": vocab}
     bindings = {"candidates": found, "ring": ring, "logits": values, "sampling": sampler.settings}
-    sample = Ops(gpu, step.buffer).sample("sample", consts, bindings, None, parts)
+    sample = Ops(gpu, step.buffer).sample("sample", consts, bindings, None, segment_count)
     run(gpu, [*renew * (bool(recent) and count > 1), sample] * count)
-    rings, slots = gpu.read(ring, np.uint32, rings.size).reshape(rings.shape), [part.slot for part in segments]
+    rings, slots = gpu.read(ring, np.uint32, rings.size).reshape(rings.shape), [seg.slot for seg in segments]
     changed = gpu.read(values, np.float32, logits.size).reshape(logits.shape)
-    rows = step_rows(gpu, step.buffer, parts).tolist()
+    rows = step_rows(gpu, step.buffer, segment_count).tolist()
     others = np.delete(rings, slots, axis=0)
     return Sampled(rings[slots, :count], rings[slots, count:], rows, changed, others)
 
@@ -191,7 +191,7 @@ SAMPLINGS = [
 
 
 def check_tokens(tokens: Array, logits: Array, sampling: Sampling, first: int) -> None:
-    """Each token is the one that its random number chooses from what the host would keep."""
+    """Each token is the one that its random number selects among those that the host would keep."""
     order, shares = candidates(logits.astype(np.float64), sampling)
     sums = np.cumsum(shares)
     for i, token in enumerate(tokens):
@@ -214,7 +214,7 @@ def test_sample_as_the_host_does(any_gpu, vocab, s):
 
 
 def test_sample_of_each_segment(any_gpu):
-    """Two sequences, with parameters and logits of their own."""
+    """Two sequences with different parameters and logits."""
     logits = (3 * random("segments").standard_normal((2, 9001))).astype(np.float32)
     samplings = [replace(SAMPLINGS[3], seed=1), replace(SAMPLINGS[1], seed=2)]
     after = sample_on(any_gpu, logits, samplings, TWO, 16)

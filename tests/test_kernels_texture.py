@@ -81,7 +81,7 @@ def test_linear(gpu, name, n, k, m):
 
 @pytest.mark.parametrize("route", routes.TEXTURE_LINEAR, ids=lambda r: f"{r.kernel} {r.needs}")
 def test_every_row_of_the_linear_table(any_gpu, route):
-    """Also where another row would be selected; and k that is no multiple of the stride."""
+    """Each route, also where the table selects another one; k that is no multiple of the stride."""
     gpu, m = any_gpu, 1 if route.kernel == "linear_texture_gemv" else 6
     for weight in (Weight(Storage.Q4, 24, 96, has_offset=True), Weight(Storage.F16, 24, 44)):
         matrix, w = upload_weights(gpu, weight)
@@ -194,7 +194,7 @@ def test_rms_norm(any_gpu, name):
     if len(segments) > 1:  # ops give the grid of one
         dispatch = replace(dispatch, grid=(len(segments), 1, 1))
     run(gpu, [dispatch], 3)
-    ends = np.cumsum([len(part.tokens) for part in segments])
+    ends = np.cumsum([len(seg.tokens) for seg in segments])
     want = rms_norm(x[ends - 1] if last_rows else x, weight, 1e-5)
     got = read_rows(gpu, y)
     assert_close(got[: len(want)], want, *F32, name)

@@ -1,4 +1,4 @@
-"""The memory plan: it is exactly what is then allocated, and what does not fit is refused before."""
+"""The memory plan equals the allocation, and a model that does not fit is refused before it."""
 
 import math
 import re
@@ -31,17 +31,17 @@ def path(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("ggml_type", ["F32", "Q4_0", "Q4_K", "Q6_K", "Q8_0"])
 def test_the_plan_is_what_is_allocated(tmp_path, any_gpu, ggml_type):
-    """On the backend that the adapter takes, and that it is too much is said before anything is allocated."""
-    keys, tensors = tiny_parts(kind=ggml_type, vocab=10_000, dim=256, ffn=512, layers=3, biases=True)
+    """On the backend of the adapter. A model that does not fit is refused before anything is allocated."""
+    keys, tensors = tiny_parts(ggml_type=ggml_type, vocab=10_000, dim=256, ffn=512, layers=3, biases=True)
     check_plan(any_gpu, write_gguf(tmp_path / "m.gguf", keys, tensors))
 
 
 @pytest.mark.parametrize("precision", list(Precision))
 @pytest.mark.parametrize("ggml_type", ["Q4_0", "Q4_K", "Q6_K", "F16"])
 def test_the_plan_of_a_gpu_is_what_is_allocated(tmp_path, gpu, monkeypatch, ggml_type, precision):
-    """Buffers, and 6-bit weights: what no software adapter takes by itself."""
+    """Buffers and 6-bit weights, which a software adapter does not use by default."""
     monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=False))
-    keys, tensors = tiny_parts(kind=ggml_type, vocab=10_000, dim=256, ffn=512, layers=1)
+    keys, tensors = tiny_parts(ggml_type=ggml_type, vocab=10_000, dim=256, ffn=512, layers=1)
     check_plan(gpu, write_gguf(tmp_path / "m.gguf", keys, tensors), precision=precision)
 
 

@@ -26,18 +26,19 @@ from llamagpu.gpu.recorder import Pending, Plan
 
 # (NMSE, largest error / largest logit). All sums are in f32, measured 1e-12 and 2e-6; a few layers deep.
 F32 = (1e-10, 1e-5)
-# The reference rounds keys and values to f16 as well; a few lie so near the middle of two that they differ.
+# The reference rounds keys and values to f16 as well; a few near a tie round differently.
 F16_CACHE = (1e-8, 1e-4)
-# int8 activations: the reference rounds to the same 1/127, and again a few fall to the other side. One is enough for
-# 9e-5 and 1e-2 in these models: the reference itself moves so far when its inputs move by 2e-7.
-INT8 = (3e-4, 3e-2)
+# int8 activations: the reference rounds to the same 1/127, and again a few round differently. One is enough for
+# 9e-5 and 1e-2 in these models (the reference changes as much when its inputs change by 2e-7), several gave 3.4e-4 on a
+# GPU. A wrong scale or a lost group gives more than 1e-2.
+INT8 = (1e-3, 3e-2)
 INT8_ATTENTION = (3e-3, 0.1)  # against exact activations: measured 2e-4 to 7e-4, with int8 attention as without
 
 PRECISIONS = pytest.mark.parametrize("precision", list(Precision))
 
 
 def check_against_reference(run: OneSequence, path: Path) -> None:
-    """A prompt of 13 tokens, three single steps, and 14 more at once. (2 to 8 rows have kernels of their own that take
+    """A prompt of 13 tokens, three single steps, and 14 more at once. (2 to 8 rows have other kernels, which take
     long to compile: see test_chunks_make_no_difference.)"""
     ids, reference = token_ids(30), reference_of(run, path)
     f16_cache = run.engine.settings.kv_type is KvType.F16
@@ -48,36 +49,36 @@ def check_against_reference(run: OneSequence, path: Path) -> None:
 
 
 def by_name(**types: str) -> Callable[[str], str]:
-    """A ggml type per tensor, by a part of its name; Q4_0 otherwise."""
-    return lambda name: next((ggml_type for part, ggml_type in types.items() if part in name), "Q4_0")
+    """A ggml type per tensor, by a fragment of its name; Q4_0 otherwise."""
+    return lambda name: next((ggml_type for fragment, ggml_type in types.items() if fragment in name), "Q4_0")
 
 
-# Most of them share their widths, so that kernels are compiled once: a model of its own takes 4 s on a CPU.
+# Most of them share their widths, so that kernels are compiled once: a model with other widths takes 4 s on a CPU.
 MODELS: dict[str, dict[str, Any]] = {
-    "1 head per KV head": dict(heads=4, kv_heads=4, kind="Q4_0"),
-    "2 heads per KV head": dict(heads=4, kv_heads=2, kind="Q4_0", tied=False),
-    "4 heads per KV head": dict(heads=4, kv_heads=1, kind="Q4_0"),
-    "8 heads per KV head": dict(heads=8, kv_heads=1, kind="Q4_0"),
-    "head_dim 48": dict(heads=2, kv_heads=1, head_dim=48, kind="Q4_0"),
-    "head_dim 64": dict(heads=2, kv_heads=1, head_dim=64, kind="Q4_0"),
-    "head_dim 80": dict(heads=2, kv_heads=2, head_dim=80, kind="Q4_0"),
-    "head_dim 128": dict(heads=1, kv_heads=1, head_dim=128, kind="Q4_0"),
-    "head_dim 256": dict(heads=1, kv_heads=1, head_dim=256, kind="Q4_0"),
-    "head_dim 6": dict(dim=24, heads=4, kv_heads=2, kind="F16"),
+    "1 head per KV head": dict(heads=4, kv_heads=4, ggml_type="Q4_0"),
+    "2 heads per KV head": dict(heads=4, kv_heads=2, ggml_type="Q4_0", tied=False),
+    "4 heads per KV head": dict(heads=4, kv_heads=1, ggml_type="Q4_0"),
+    "8 heads per KV head": dict(heads=8, kv_heads=1, ggml_type="Q4_0"),
+    "head_dim 48": dict(heads=2, kv_heads=1, head_dim=48, ggml_type="Q4_0"),
+    "head_dim 64": dict(heads=2, kv_heads=1, head_dim=64, ggml_type="Q4_0"),
+    "head_dim 80": dict(heads=2, kv_heads=2, head_dim=80, ggml_type="Q4_0"),
+    "head_dim 128": dict(heads=1, kv_heads=1, head_dim=128, ggml_type="Q4_0"),
+    "head_dim 256": dict(heads=1, kv_heads=1, head_dim=256, ggml_type="Q4_0"),
+    "head_dim 6": dict(dim=24, heads=4, kv_heads=2, ggml_type="F16"),
     "odd widths": dict(dim=33, heads=3, kv_heads=1, head_dim=10, ffn=129, tied=False, biases=True),
-    "biases": dict(kind="Q4_0", biases=True),
-    "qwen2": dict(arch="qwen2", kind="Q4_0", tied=False),
-    "qwen2, rope_dims 8": dict(arch="qwen2", kind="Q4_0", metadata={"qwen2.rope.dimension_count": 8}),
-    "rope_dims 6": dict(kind="Q4_0", metadata={"llama.rope.dimension_count": 6}),
-    "rope_freqs": dict(kind="Q4_0", rope_freqs=np.linspace(1.0, 8.0, 8), rope_theta=500000.0),
-    "linear scaling": dict(kind="Q4_0", metadata={"llama.rope.scaling.factor": 4.0}),
-    "sliding window": dict(kind="Q4_0", metadata={"llama.attention.sliding_window": 5}),
+    "biases": dict(ggml_type="Q4_0", biases=True),
+    "qwen2": dict(arch="qwen2", ggml_type="Q4_0", tied=False),
+    "qwen2, rope_dims 8": dict(arch="qwen2", ggml_type="Q4_0", metadata={"qwen2.rope.dimension_count": 8}),
+    "rope_dims 6": dict(ggml_type="Q4_0", metadata={"llama.rope.dimension_count": 6}),
+    "rope_freqs": dict(ggml_type="Q4_0", rope_freqs=np.linspace(1.0, 8.0, 8), rope_theta=500000.0),
+    "linear scaling": dict(ggml_type="Q4_0", metadata={"llama.rope.scaling.factor": 4.0}),
+    "sliding window": dict(ggml_type="Q4_0", metadata={"llama.attention.sliding_window": 5}),
     # every type once; in the first also q, k and v, and gate and up, of different types
     "types of 32 weights": dict(
         tied=False,
         layers=1,
         biases=True,
-        kind=by_name(
+        ggml_type=by_name(
             token_embd="Q4_0",
             attn_q="Q4_1",
             attn_k="Q5_0",
@@ -94,7 +95,7 @@ MODELS: dict[str, dict[str, Any]] = {
         ffn=256,
         tied=False,
         layers=1,
-        kind=by_name(
+        ggml_type=by_name(
             token_embd="Q2_K",
             attn_q="Q3_K",
             attn_k="Q4_K",
@@ -155,9 +156,9 @@ def buffer_model(run: OneSequence) -> BufferModel:
 def test_log_probabilities_of_few_tokens_in_int8(gpu, tmp_path, output):
     """Steps for which attention is split, and an output matrix that int8 blocks have no kernel for."""
     shape = dict(heads=2, kv_heads=1, head_dim=64, tied=False)
-    kind = by_name(**{"output.weight": output})
+    types = by_name(**{"output.weight": output})
     path, ids = (
-        tiny_llama(tmp_path / "m.gguf", kind=lambda n: "Q4_0" if "attn" in n else kind(n), **shape),
+        tiny_llama(tmp_path / "m.gguf", ggml_type=lambda n: "Q4_0" if "attn" in n else types(n), **shape),
         token_ids(12),
     )
     run = load_one(gpu, path, precision=Precision.FAST, chunk=12)
@@ -172,8 +173,8 @@ def test_no_int8_attention_with_biases(gpu, tmp_path):
     assert not buffer_model(load_one(gpu, path, precision=Precision.FAST)).int8_attention
 
 
-def test_norms_inside_the_linears_or_before_them(gpu, tmp_path):
-    """The plan of one row with norms as prologues gives what the plan with two more dispatches a layer gives."""
+def test_norms_as_prologues_or_dispatches(gpu, tmp_path):
+    """The plan of one row with norms as prologues gives the results of the plan with two more dispatches a layer."""
     path, ids = tiny_llama(tmp_path / "m.gguf", **MODELS["head_dim 64"]), token_ids(20)
     inside, before = (load_one(gpu, path, precision=Precision.FAST) for _ in range(2))
     if not buffer_model(inside).norm_in_linear:
@@ -217,7 +218,7 @@ def test_minimum_limits(minimum_gpu, tmp_path, monkeypatch, name):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny") / "m.gguf", kind="Q4_0", tied=False)
+    return tiny_llama(tmp_path_factory.mktemp("tiny") / "m.gguf", ggml_type="Q4_0", tied=False)
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +260,7 @@ def test_progress_counts_every_chunk(run):
     assert seen == [(16, 33), (32, 33), (33, 33)]
 
 
-def test_truncate_and_go_on(run, tiny):
+def test_continue_after_truncate(run, tiny):
     first, other = token_ids(20), token_ids(9, seed=1)
     run.prefill(first)
     run.sequence.truncate(7)
@@ -333,7 +334,7 @@ def test_greedy_on_the_device_equals_the_host(run, tiny):
         run.clear()
         run.prefill(prompt)
         assert list(run.greedy(most)) == want[:most]
-        assert run.ids == prompt + want[: most - 1]  # what is in the cache: the last one is not
+        assert run.ids == prompt + want[: most - 1]  # the last one is not in the cache
 
 
 @pytest.mark.parametrize("tokens_per_submit", [1, 3, 32])
@@ -352,10 +353,10 @@ def test_submissions_are_short_however_slow_the_steps(gpu, tmp_path, monkeypatch
     """Tokens come several at a time, but no later than 50 ms after they were sampled: the steps of a fast model become
     slow, then slower than a submission may last. (The three submissions in flight were sized before.) Only steps move
     the clock."""
-    run = load_one(gpu, tiny_llama(tmp_path / "m.gguf", kind="Q4_0", layers=1), context=256)
+    run = load_one(gpu, tiny_llama(tmp_path / "m.gguf", ggml_type="Q4_0", layers=1), context=256)
     decode_steps, wait, clock = decode.decode_steps, Pending.wait, 0.0
     submissions: list[tuple[int, int]] = []  # position, tokens
-    costs = deque([0.0])  # of what was submitted and not waited for; first a sampling step alone
+    costs = deque([0.0])  # of submissions that nothing has waited for; the first is a sampling step alone
 
     def counted(engine: Any, position: int, count: int, sample: Plan) -> list[Any]:
         submissions.append((position, count))
@@ -379,7 +380,7 @@ def test_submissions_are_short_however_slow_the_steps(gpu, tmp_path, monkeypatch
 
 
 def test_greedy_may_stop_anywhere(run, monkeypatch):
-    monkeypatch.setattr(decode, "SUBMIT_S", 1e9)  # submissions of 1, 2, 4, 8 tokens: stops fall on all their places
+    monkeypatch.setattr(decode, "SUBMIT_S", 1e9)  # submissions of 1, 2, 4, 8 tokens: stops fall on each of their tokens
     prompt = token_ids(5)
     run.prefill(prompt)
     want = list(islice(run.greedy(), 24))
@@ -389,7 +390,7 @@ def test_greedy_may_stop_anywhere(run, monkeypatch):
         got = list(islice(run.greedy(), stop))
         assert got == want[:stop]
         assert run.ids == prompt + got[:-1]
-        # what was computed ahead does not show: the last token goes in, and it goes on as it would have
+        # steps computed ahead have no effect: after the last token the text continues as without a stop
         run.prefill(got[-1:])
         assert list(islice(run.greedy(), 4)) == want[stop : stop + 4]
 
@@ -454,7 +455,7 @@ def test_the_same_seed_samples_the_same(run, monkeypatch):
     assert sampled[0] == sampled[1] != sampled[2]
 
 
-# Ways to record, ways to make shader modules
+# Safe and fast recording, checked and unchecked shader modules
 
 
 def test_safe_recording_gives_the_same(gpu, tiny, run, monkeypatch):
@@ -469,19 +470,20 @@ def test_safe_recording_gives_the_same(gpu, tiny, run, monkeypatch):
 
 
 def test_a_long_text_is_the_same_in_safe_recording(gpu, tmp_path, monkeypatch):
-    """2000 tokens, through every context bucket of split attention; and the last logits, bit for bit."""
-    path = tiny_llama(tmp_path / "m.gguf", kind="Q4_0", layers=1, heads=2, kv_heads=1, head_dim=64, ffn=64)
-    found = []
-    for safe in ("0", "1"):
+    """In four context buckets of split attention; and the logits, bit for bit."""
+    path = tiny_llama(tmp_path / "m.gguf", ggml_type="Q4_0", layers=1, heads=2, kv_heads=1, head_dim=64, ffn=64)
+    found: dict[str, list[Any]] = {"0": [], "1": []}
+    for safe, texts in found.items():
         monkeypatch.setenv("LLAMAGPU_SAFE", safe)
-        run = load_one(gpu, path, context=2048)
+        run = load_one(gpu, path, context=768)
         buffer_model(run).unfuse()
         assert run.engine.recorder.safe == (safe == "1")
-        run.prefill(token_ids(5))
-        found.append((list(run.greedy(2000)), run.engine.read_logits().tolist()))
+        for count in (5, 70, 130, 150):
+            run.prefill(token_ids(count, seed=count))
+            texts += [list(run.greedy(70)), run.engine.read_logits().tolist()]
         buckets = {key.bucket for key in run.model.plans if key.kind is PlanKind.STEP}
         assert len(buckets) > (3 if gpu.caps.subgroup >= 4 else 0)
-    assert found[0] == found[1]
+    assert found["0"] == found["1"]
 
 
 def test_checked_shaders_give_the_same(tiny, run):

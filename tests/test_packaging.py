@@ -20,7 +20,7 @@ from llamagpu import __version__
 
 PACKAGE = ROOT / "llamagpu"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# The rooms, the lowest first. A module imports its own room and those of lower layers.
+# The packages, the lowest first. A module imports its own package and those of lower layers.
 LAYERS = [
     {"errors", "progress", "markdown"},
     {"files", "gpu"},
@@ -65,44 +65,45 @@ def imports(tree: ast.AST, types: bool = True) -> set[str]:
     return found
 
 
-def room_of(name: str) -> str:
+def package_of(name: str) -> str:
     """llamagpu.files.repack.repack -> files; llamagpu.Llama, which is no module -> __init__."""
     _, *rest = name.split(".")
-    is_room = len(rest) > 1 or any(room in layer for room in rest for layer in LAYERS)
-    return rest[0] if is_room else "__init__"
+    is_package = len(rest) > 1 or any(package in layer for package in rest for layer in LAYERS)
+    return rest[0] if is_package else "__init__"
 
 
-def allowed(room: str) -> set[str]:
-    if room in ONLY:
-        return ONLY[room]
-    level = next((i for i, layer in enumerate(LAYERS) if room in layer), None)
-    assert level is not None, f"{room} is in no layer of this test"
-    return set().union(*LAYERS[:level], {room})
+def allowed(package: str) -> set[str]:
+    if package in ONLY:
+        return ONLY[package]
+    level = next((i for i, layer in enumerate(LAYERS) if package in layer), None)
+    assert level is not None, f"{package} is in no layer of this test"
+    return set().union(*LAYERS[:level], {package})
 
 
-def wrong_imports(room: str, names: set[str]) -> set[str]:
-    """Those of `names` that a module of `room` must not import."""
+def wrong_imports(package: str, names: set[str]) -> set[str]:
+    """The names that a module of `package` must not import."""
     ours = {name for name in names if name.split(".")[0] == "llamagpu"}
     return {
         name
         for name in ours
-        if room_of(name) not in allowed(room) and ".".join(name.split(".")[1:3]) not in allowed(room)
+        if package_of(name) not in allowed(package) and ".".join(name.split(".")[1:3]) not in allowed(package)
     }
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_import_direction(source):
-    room = source.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    assert not wrong_imports(room, imports(ast.parse(source.read_text()))), f"{room} may import {allowed(room)}"
+    package = source.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    names = imports(ast.parse(source.read_text()))
+    assert not wrong_imports(package, names), f"{package} may import {allowed(package)}"
 
 
 def test_import_direction_sees_every_import():
     code = "import llamagpu.cli\nfrom llamagpu import files, Llama\ndef f(): from llamagpu.gpu.x import y\n"
     found = imports(ast.parse(code))
-    assert {room_of(name) for name in found} == {"cli", "files", "__init__", "gpu"}
+    assert {package_of(name) for name in found} == {"cli", "files", "__init__", "gpu"}
     assert wrong_imports("engine", found) == {"llamagpu.cli", "llamagpu.Llama"}
     assert wrong_imports("files", found) == {"llamagpu.cli", "llamagpu.Llama", "llamagpu.gpu.x.y"}
-    assert wrong_imports("cli", {"llamagpu.no_such_room.x"})
+    assert wrong_imports("cli", {"llamagpu.no_such_package.x"})
     assert not wrong_imports("hub", {"llamagpu.files.atomic.atomic_write"})
     assert wrong_imports("hub", {"llamagpu.files.repack.repack", "llamagpu.engine.load.load_model"})
 
@@ -133,13 +134,13 @@ def test_cycles_are_found():
             graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_rooms_know_their_libraries_only():
+def test_packages_know_their_libraries_only():
     """Reading files needs no GPU, GPU code knows no file format or text, and only `convert` uses gguf."""
     for source in SOURCES:
         libraries = {name.split(".")[0] for name in imports(ast.parse(source.read_text()))}
-        room = source.relative_to(PACKAGE).parts[0]
-        assert not libraries & BARRED_LIBRARIES.get(room, set()), source
-        assert "gguf" not in libraries or room == "convert", source
+        package = source.relative_to(PACKAGE).parts[0]
+        assert not libraries & BARRED_LIBRARIES.get(package, set()), source
+        assert "gguf" not in libraries or package == "convert", source
 
 
 def undeclared(sources: list[Path], lines: list[str]) -> dict[str, str]:

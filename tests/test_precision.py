@@ -15,7 +15,9 @@ from llamagpu.errors import NumericCheckFailed
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model") / "m.gguf", dim=64, heads=2, head_dim=64, ffn=128, kind="Q8_0")
+    return tiny_llama(
+        tmp_path_factory.mktemp("model") / "m.gguf", dim=64, heads=2, head_dim=64, ffn=128, ggml_type="Q8_0"
+    )
 
 
 def test_the_check_measures_a_rounding_and_no_more(any_gpu):
@@ -37,7 +39,7 @@ def test_fast_rounds_and_high_does_not(path, gpu):
     assert 1e-7 < nmse < 5e-3
 
 
-def test_the_adapter_decides_where_nobody_does(path, gpu, monkeypatch):
+def test_the_default_depends_on_the_adapter(path, gpu, monkeypatch):
     with Llama(path, device=gpu) as llama:
         packed = not gpu.caps.cpu and gpu.info["vendor_id"] in precision.PACKED_DOT_VENDORS
         assert llama.precision == (Precision.FAST if packed else Precision.HIGH)

@@ -111,7 +111,7 @@ def linear(kernel: str, op: str, m: int, inputs: Inputs = Inputs.F32, prologue: 
 
 
 @pytest.mark.parametrize(
-    "made, rows, position, want",
+    "dispatch, rows, position, want",
     [
         # 2 * 3 * 64 * 32 operations; weights, 3 rows of 32 f32 inputs and of 64 results
         (linear("linear_gemm", "qkv", 4), 3, 0, (12288, 2176)),
@@ -139,8 +139,8 @@ def linear(kernel: str, op: str, m: int, inputs: Inputs = Inputs.F32, prologue: 
     ],
     ids=lambda value: value.kernel if isinstance(value, Dispatch) else "",
 )
-def test_work_of_a_dispatch(made: Dispatch, rows: int, position: int, want: tuple[float, float]) -> None:
-    assert work(made, rows, position, KvType.F16) == want
+def test_work_of_a_dispatch(dispatch: Dispatch, rows: int, position: int, want: tuple[float, float]) -> None:
+    assert work(dispatch, rows, position, KvType.F16) == want
 
 
 def test_totals_add_up(found: Profile) -> None:
@@ -178,8 +178,8 @@ def made_up() -> Profile:
     )
     span = Span(1, 5, 10.0, 10.001, 10.0012, 10.0018)
     prefill = Phase("prefill of 4 at 0", 1, 4, timings, 4.5e5, 5e5, span)
-    later = replace(span, began=11.0, recorded=11.1, submitted=11.2, done=11.3)
-    decode = Phase("2 tokens at 4", 2, 2, timings * 2, 9e5, 1e6, later, fused_ns=7e5)
+    decode_span = replace(span, began=11.0, recorded=11.1, submitted=11.2, done=11.3)
+    decode = Phase("2 tokens at 4", 2, 2, timings * 2, 9e5, 1e6, decode_span, fused_ns=7e5)
     return Profile("a <b> & c", "GPU", "1.0", "fast", 1e12, 1e13, 4e13, (prefill, decode))
 
 
@@ -212,7 +212,7 @@ def test_json() -> None:
 
 
 def test_trace() -> None:
-    """Chrome's format: complete events on named tracks; those of the GPU lie inside what the host waited for."""
+    """Chrome's format: complete events on named tracks; those of the GPU lie inside the wait of the host."""
     trace = json.loads(json.dumps(report.trace(made_up())))
     events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}

@@ -27,7 +27,7 @@ from llamagpu.engine.texture_model import TextureModel
 from llamagpu.errors import BadFile, DoesNotFit, LlamaGpuError
 
 GREEDY = Sampling(temperature=0)
-WIDE = {"dim": 64, "heads": 2, "head_dim": 64, "ffn": 128, "kind": "Q8_0"}  # int8 activations suit it
+WIDE = {"dim": 64, "heads": 2, "head_dim": 64, "ffn": 128, "ggml_type": "Q8_0"}  # int8 activations suit it
 # name -> on textures?, model, settings
 WAYS: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
     "textures": (True, {}, {}),
@@ -84,9 +84,10 @@ def test_restored_is_what_was_read(opened, cache, monkeypatch, name):
     """Keys, values, and the logits of every next prompt, bit for bit as if the prompt had just been read."""
     monkeypatch.setattr("llamagpu.engine.load.FIRST_CAPACITY", 64)
     textures, model, settings = WAYS[name]
-    more = token_ids(30, seed=1)
-    reader, restorer = (opened(textures, model, chunk=16, **settings) for _ in range(2))
-    for length in (1, 9, 40, 100):  # within a chunk, over several, beyond the first capacity
+    more = token_ids(28, seed=1)
+    reader, restorer = (opened(textures, model, chunk=32, **settings) for _ in range(2))
+    # Within a chunk, and over several beyond the first capacity. No chunk of 2 to 8 rows: their kernels compile slowly.
+    for length in (1, 76):
         first = token_ids(length)
         reader.sequence.truncate(0)
         read(reader, first)
@@ -96,7 +97,7 @@ def test_restored_is_what_was_read(opened, cache, monkeypatch, name):
             "longer": ([*first, *more], length),
             "shorter": (first[: length // 2 + 1], length // 2),
             "diverging": ([*first[: length // 2], *more], length // 2),
-            "other": ([287 - first[0], *first], 0),
+            "other": ([287 - first[0], *first, *more], 0),
         }
         for prompt, shared in prompts.values():
             reader.sequence.truncate(0)
@@ -106,7 +107,7 @@ def test_restored_is_what_was_read(opened, cache, monkeypatch, name):
             going = restorer.generate(prompt, max_tokens=0)
             assert not list(going) and going.timings.cached_tokens == shared
             assert restorer.loaded.engine.read_logits().tobytes() == read(reader, prompt).tobytes()
-            assert greedy(restorer, 12) == greedy(reader, 12)
+            assert greedy(restorer, 4) == greedy(reader, 4)
     assert left(cache) == ["prompt"] and restorer.load_times.prompt_s > 0
 
 
@@ -197,9 +198,9 @@ def test_a_flipped_bit_anywhere(saved, cache):
     llama, raw = saved
     rng = np.random.default_rng(0)
     for at in [*range(300), *range(300, len(raw), 5), *range(len(raw) - 40, len(raw))]:
-        spoilt = bytearray(raw)
-        spoilt[at] ^= 1 << rng.integers(8)
-        refused(llama, cache, bytes(spoilt))
+        damaged = bytearray(raw)
+        damaged[at] ^= 1 << rng.integers(8)
+        refused(llama, cache, bytes(damaged))
     cache.write_bytes(raw)
     assert llama.load_prompt(cache) == 5
 
@@ -255,7 +256,7 @@ def test_after_a_refusal_the_prompt_is_read(saved, cache):
     [
         {"seed": 1},
         {"rope_theta": 10001.0},
-        {"kind": "F16"},
+        {"ggml_type": "F16"},
         {"tied": False},
         {"rope_freqs": np.full(8, 2.0)},
         {"metadata": {"llama.attention.sliding_window": 5}},
@@ -276,9 +277,9 @@ def test_a_part_of_every_large_tensor_counts(opened, cache, tmp_path, gpu):
     read(llama, token_ids(5))
     llama.save_prompt(cache)
     keys, tensors = tiny_parts(vocab=1024)
-    kind, shape, data = tensors["token_embd.weight"]
+    ggml_type, shape, data = tensors["token_embd.weight"]
     assert len(data) > prompt_cache.SMALL_BYTES
-    tensors["token_embd.weight"] = (kind, shape, (np.frombuffer(data, "<f4") * np.float32(1.01)).tobytes())
+    tensors["token_embd.weight"] = (ggml_type, shape, (np.frombuffer(data, "<f4") * np.float32(1.01)).tobytes())
     with Llama(write_gguf(tmp_path / "further.gguf", keys, tensors), device=gpu, kv_type="f16") as other:
         assert "was made with another model" in refused(other, cache, cache.read_bytes())
 
@@ -318,7 +319,7 @@ def test_a_context_too_small(saved, opened, cache):
 def test_memory_is_planned_first(saved, opened, cache, monkeypatch):
     monkeypatch.setattr("llamagpu.engine.load.FIRST_CAPACITY", 4)
     llama = opened(kv_type="f16")
-    monkeypatch.setattr("llamagpu.engine.memory.memory_limit", lambda gpu: llama.memory.total)
+    monkeypatch.setattr("llamagpu.engine.load.memory_limit", lambda gpu: llama.memory.total)
     with pytest.raises(DoesNotFit, match="the model needs"):
         llama.load_prompt(cache)
 
@@ -327,7 +328,7 @@ def test_packed_files(gpu, cache, tmp_path):
     """All of a packed file's matrices count, which `tensors` does not show."""
     files = []
     for seed in (0, 1):
-        source = open_source(str(tiny_llama(tmp_path / f"{seed}.gguf", kind="Q4_0", seed=seed)))
+        source = open_source(str(tiny_llama(tmp_path / f"{seed}.gguf", ggml_type="Q4_0", seed=seed)))
         files.append(tmp_path / f"{seed}.safetensors")
         convert(source, files[-1], plan(source, "packed"))
     with Llama(files[0], device=gpu) as llama:
@@ -400,7 +401,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def test_generate_twice(run, model, cache):  # noqa: F811
-    args = ["generate", "-m", model, "-n", 20, *RANDOM]
+    args = ["generate", "-m", model, "-n", 20, "--precision", "high", "-ctk", "f32", *RANDOM]
 
     def result(text: str, *more: object) -> dict[str, Any]:
         found = run(*args, "-p", text, "--prompt-cache", cache, "--json", *more)

