@@ -466,11 +466,14 @@ def test_wrong_numbers(run, model, tmp_path, monkeypatch):
     assert result.code == 7 and "--precision high" in result.err
 
 
+# Between passes: wgpu-native aborts the process if the device is lost after a pass was finished and before it is submitted.
 LOSE_DEVICE = """
 from llamagpu.gpu.recorder import Recorder
 def submit(self, *steps, plain=Recorder.submit, count=[], **more):
     count.append(steps)
-    if len(count) == 6: self.gpu.device.destroy()
+    if len(count) == 6:
+        self.drain()
+        self.gpu.device.destroy()
     return plain(self, *steps, **more)
 Recorder.submit = submit
 """
