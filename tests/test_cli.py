@@ -466,7 +466,7 @@ def test_wrong_numbers(run, model, tmp_path, monkeypatch):
     assert result.code == 7 and "--precision high" in result.err
 
 
-# Between passes: wgpu-native aborts the process if the device is lost after a pass was finished and before it is submitted.
+# Between passes: wgpu-native aborts the process if the device is lost between finishing and submitting a pass.
 LOSE_DEVICE = """
 from llamagpu.gpu.recorder import Recorder
 def submit(self, *steps, plain=Recorder.submit, count=[], **more):
