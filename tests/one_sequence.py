@@ -66,9 +66,10 @@ def load_one(
     kv_type: KvType = KvType.F32,
     precision: Precision = Precision.HIGH,
     backend: Backend = Backend.BUFFERS,
+    slots: int = 1,
 ) -> OneSequence:
     """A model file with exactly these settings, whatever the adapter would prefer."""
-    settings = Settings(precision, kv_type, backend, chunk, context, capacity or context)
+    settings = Settings(precision, kv_type, backend, chunk, context, capacity or context, slots)
     source = open_source(path)
     weights = load_source(source, settings, gpu)
     return OneSequence(Engine(gpu, source.config, weights, settings, source.freq_factors))

@@ -129,14 +129,16 @@ def check_attend(gpu, case: Heads, table: Table[Attention], steps: Sequence[Sequ
     """Run the case, check its results and guards; return the kernel's name."""
     rng, d, dtype = random(case.name), case.head_dim, case.dtype
     q = rng.standard_normal((MOST, case.heads, d)).astype(np.float32)
-    shape = (SLOTS, case.kv_heads, CAPACITY, d)
+    cache = (SLOTS, case.kv_heads, CAPACITY, d)
     # keys of unequal size, so that some positions dominate; numbers that the cache holds exactly
-    k = (rng.standard_normal(shape) * rng.uniform(0, 3, (SLOTS, 1, CAPACITY, 1))).astype(dtype)
-    v = rng.standard_normal(shape).astype(dtype)
+    k = (rng.standard_normal(cache) * rng.uniform(0, 3, (SLOTS, 1, CAPACITY, 1))).astype(dtype)
+    v = rng.standard_normal(cache).astype(dtype)
     y = gpu.zeros((MOST + 1) * case.heads * d * 4, "y")
-    buffers = AttentionBuffers(gpu.upload(q, "q"), gpu.zeros(k.nbytes, "k"), gpu.zeros(v.nbytes, "v"), y)
+    caches, stats = (gpu.zeros(k.nbytes, "k"), gpu.zeros(v.nbytes, "v")), gpu.zeros(MOST * case.heads * 8, "stats")
+    buffers = AttentionBuffers(gpu.upload(q, "q"), *caches, y, stats)
     step = Steps(gpu, CAPACITY, SLOTS)
-    dispatch = Ops(gpu, step.buffer).attend(case.shape(case.m), buffers, AttentionMode(case.kv_type), table)
+    shape = replace(case.shape(case.m), segments=SLOTS)
+    dispatch = Ops(gpu, step.buffer).attend(shape, buffers, AttentionMode(case.kv_type), table)
     for segments in steps:
         m = len(per_row(segments))
         step.write(*segments)
@@ -152,7 +154,7 @@ def check_attend(gpu, case: Heads, table: Table[Attention], steps: Sequence[Sequ
 
 def with_grid(dispatch, segments: Sequence[Segment]):
     """attend_tile has segments in z; the others take any rows."""
-    return per_segment(dispatch, segments) if dispatch.kernel == "attend_tile" and len(segments) > 1 else dispatch
+    return per_segment(dispatch, segments) if dispatch.kernel == "attend_tile" else dispatch
 
 
 def attend_data(case: Heads, rows: int) -> tuple[Array, Array, Array]:
@@ -249,12 +251,13 @@ def test_attend_tile(gpu, case, int8, int8_out):
     qs, ks, vs = gpu.upload(q, "q"), gpu.upload(k, "k"), gpu.upload(v, "v")
     step = Steps(gpu, CAPACITY, SLOTS)
     make = Ops(gpu, step.buffer)
-    for segments, one_segment in [*((s, False) for s in TILE_STEPS), (TILE_STEPS[2], True)]:
-        m, mode = len(per_row(segments)), AttentionMode(case.kv_type, int8_out, int8, one_segment=one_segment)
+    for segments, most_segments in [*((s, SLOTS) for s in TILE_STEPS), (TILE_STEPS[2], 1)]:
+        m, mode = len(per_row(segments)), AttentionMode(case.kv_type, int8_out, int8)
+        shape = replace(case.shape(MOST), segments=most_segments)
         size = result_words(case, m, int8_out)
         step.write(*segments)
         y = gpu.upload(np.full(size + 4, GUARD, np.float32), "y")
-        dispatch = make.attend(case.shape(MOST), AttentionBuffers(qs, ks, vs, y), mode, table)
+        dispatch = make.attend(shape, AttentionBuffers(qs, ks, vs, y), mode, table)
         run(gpu, [with_grid(dispatch, segments)], m)
         want = attended(q, k, v, segments, case.window).reshape(m, -1)
         check_attended(gpu.read(y, np.float32, size + 4), want, int8_out, INT8_ATTENTION if int8 else F32)
@@ -281,7 +284,7 @@ def test_attend_over_the_longest_context(any_gpu, route, d):
     queries = gpu.zeros(m * d * 4, "q")
     keys, repeated = gpu.zeros(values.nbytes * d, "k"), gpu.upload(np.repeat(values, d), "v")
     make = Ops(gpu, step_buffer(gpu, m, position, len(values)))
-    buffers = AttentionBuffers(queries, keys, repeated, y)
+    buffers = AttentionBuffers(queries, keys, repeated, y, gpu.zeros(m * case.heads * 8, "stats"))
     run(gpu, [make.attend(case.shape(m), buffers, AttentionMode(KV_F32), table)], m)
     want = np.array([[values[: position + t + 1].mean(dtype=np.float64)] * d for t in range(m)])
     assert_close(gpu.read(y, np.float32, m * d).reshape(m, d), want, 1e-8, 1e-4, f"{positions} positions")

@@ -241,6 +241,19 @@ def test_interrupted_while_the_cache_grows(own_llama, path, gpu, monkeypatch):
     assert run.ids + text_of(own_llama, run.prompt_ids + run.ids, max_tokens=-1).ids == want
 
 
+def test_closing_frees_a_shared_device(path, gpu):
+    """Weights, KV cache, scratch, and the logits of all rows that only scoring needs."""
+    before = gpu.allocated_bytes
+    for precision in ("high", "fast"):
+        with Llama(path, device=gpu, precision=precision) as llama:
+            text_of(llama)
+            llama.sequence.truncate(0)
+            llama.loaded.engine.log_probs(llama.sequence, [1, 2, 3, 4, 5])
+            assert gpu.allocated_bytes > before
+        llama.close()  # a second time
+        assert gpu.allocated_bytes == before
+
+
 def test_timings(llama):
     """A clock that ticks once a second when it is asked, so that every figure is known."""
     ticks = itertools.count()

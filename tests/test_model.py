@@ -19,10 +19,11 @@ from llamagpu.engine import decode
 from llamagpu.engine.model import BufferModel, PlanKind
 from llamagpu.engine.options import KvType, Precision
 from llamagpu.engine.sampler import Sampling, host_sampler
+from llamagpu.engine.step_inputs import Segment
 from llamagpu.errors import DoesNotFit
 from llamagpu.files.gguf_file import BLOCKS, GgufFile
 from llamagpu.gpu import caps
-from llamagpu.gpu.recorder import Pending, Plan
+from llamagpu.gpu.recorder import Pending, Plan, Step
 
 # (NMSE, largest error / largest logit). All sums are in f32, measured 1e-12 and 2e-6; a few layers deep.
 F32 = (1e-10, 1e-5)
@@ -252,6 +253,35 @@ def test_chunks_make_no_difference(gpu, tiny, precision):
         run = load_one(gpu, tiny, context=540, chunk=chunk, precision=precision)
         bounds = INT8 if int8 else F32
         assert_close(run.logits_after(ids[:count]), want[count - 1], *bounds, f"chunks of {chunk}")
+
+
+@PRECISIONS
+def test_sequences_of_one_step_do_not_see_each_other(gpu, tmp_path, precision):
+    """Three prompts of different lengths in one step, then decode of all three: as each alone."""
+    path = tiny_llama(tmp_path / "m.gguf", ggml_type="Q4_0", heads=2, kv_heads=1, head_dim=64, tied=False)
+    prompts = {2: token_ids(7, seed=1), 0: token_ids(20, seed=2), 1: token_ids(1, seed=3)}  # by slot
+    run = load_one(gpu, path, chunk=64, precision=precision, slots=3)
+    model, recorder = run.model, run.engine.recorder
+    bounds = INT8 if precision is Precision.FAST else F32
+
+    def logits() -> np.ndarray:
+        return gpu.read(model.logits, np.float32, 3 * 288).reshape(3, 288)
+
+    references = [reference_of(run, path) for _ in prompts]
+    want = [reference.forward(ids)[-1] for reference, ids in zip(references, prompts.values(), strict=True)]
+    model.write_step([Segment(slot, 0, ids) for slot, ids in prompts.items()])
+    recorder.submit([Step(model.plan(28, 0, segments=3), 28, 0)])
+    assert_close(logits(), np.array(want), *bounds)
+    sample, sampled = model.sample_plan(True, segments=3), [[int(row.argmax())] for row in logits()]
+    model.write_step([Segment(slot, len(ids) - 1, ids[-1:]) for slot, ids in prompts.items()])  # sampling starts here
+    for _ in range(3):
+        recorder.submit([Step(sample), Step(model.plan(3, 20, not model.embeds_next, segments=3), 3, 20)])
+        rows = zip(references, sampled, strict=True)
+        assert_close(logits(), np.array([model.forward(ids[-1:])[-1] for model, ids in rows]), *bounds)
+        for ids, row in zip(sampled, logits(), strict=True):
+            ids.append(int(row.argmax()))
+    ring = gpu.read(model.sampler.ring, np.uint32, 3 * model.sampler.ring_words).reshape(3, -1)
+    assert [ring[slot, :3].tolist() for slot in prompts] == [ids[:3] for ids in sampled]
 
 
 def test_progress_counts_every_chunk(run):

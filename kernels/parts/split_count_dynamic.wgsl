@@ -8,6 +8,6 @@ const MAX_SPLITS: u32 = 16u;
 fn split_count() -> u32 {
   let end = step.row[0].position + 1u;
   let seen = select(end, min(WINDOW, end), WINDOW > 0u);
-  let few = max(min((seen + 31u) / 32u, 4u), min((seen + 63u) / 64u, 16u));
-  return min(max(few, seen / 128u), MAX_SPLITS);
+  let short_context = max(min((seen + 31u) / 32u, 4u), min((seen + 63u) / 64u, 16u));
+  return min(max(short_context, seen / 128u), MAX_SPLITS);
 }

@@ -22,7 +22,7 @@ LAST_SCORE = -1000.0  # of a token without a score: SentencePiece merges it afte
 # Values of tokenizer.ggml.pre that llama.cpp has too, the common ones first. WHOLE_WORD_PRE are those that do not merge
 # a word which is a token (ignore_merges).
 WHOLE_WORD_PRE = ("llama-bpe", "tekken", *sorted(WHOLE_WORD_FIRST))
-OTHER_PRE = ("smollm", "gpt-2", "qwen2", "dbrx", "gpt-4o", *sorted(PATTERNS))
+FALLBACK_PRE = ("smollm", "gpt-2", "qwen2", "dbrx", "gpt-4o", *sorted(PATTERNS))
 SPECIAL_IDS = {
     "bos": Keys.Tokenizer.BOS_ID,
     "eos": Keys.Tokenizer.EOS_ID,
@@ -193,7 +193,7 @@ def match_original(path: Path, data: dict[str, Any], found: dict[str, Any]) -> d
     if found[Keys.Tokenizer.MODEL] == "llama":
         candidates: list[dict[str, Any]] = [{Keys.Tokenizer.ADD_PREFIX: prefix} for prefix in (True, False)]
     else:
-        names = WHOLE_WORD_PRE if data["model"].get("ignore_merges") else OTHER_PRE
+        names = WHOLE_WORD_PRE if data["model"].get("ignore_merges") else FALLBACK_PRE
         candidates = [{Keys.Tokenizer.PRE: name} for name in dict.fromkeys(names)]
     for candidate in candidates:
         try:

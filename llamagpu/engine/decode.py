@@ -30,7 +30,7 @@ def decode(engine: "Engine", sequence: Sequence, greedy: bool, most: int | None 
     model, cache, recorder = engine.model, engine.cache, engine.recorder
     sample = model.sample_plan(greedy)
     # the first token is sampled from the present logits, those of the last row
-    model.step.write([Segment(sequence.slot, len(sequence) - 1, sequence.ids[-1:])], cache.capacity, cache.slots)
+    model.write_step([Segment(sequence.slot, len(sequence) - 1, sequence.ids[-1:])])
     pending: deque[tuple[Pending, int]] = deque()
     pending.append((recorder.submit([Step(sample)], model.sampler.ring), 1))
     ahead = len(sequence)  # positions that are filled or being filled

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 import wgpu
 
-from llamagpu.engine.ops import Consts, Ops
+from llamagpu.engine.ops import Consts, HeadBuffers, Ops
 from llamagpu.engine.sampler import Sampling
 from llamagpu.engine.step_inputs import MAX_SEGMENTS
 from llamagpu.engine.weights import Matrix
@@ -61,28 +61,28 @@ class DeviceSampler:
         self,
         ops: Ops,
         greedy: bool,
-        buffers: tuple[Buffer, Buffer],
+        head: HeadBuffers,
         vocab: int,
         candidates: int,
         candidate_rows: int,
         table: Matrix | None,
         x: Bindable | None,
     ) -> Dispatch:
-        """`buffers`: logits and candidates. Each of the `candidates` is the largest of `candidate_rows` logits.
+        """Each of the `candidates` of a segment is the largest of `candidate_rows` logits.
 
         The kernel copies the embedding of the token from `table` to x, if it can read the table.
         """
-        logits, found = buffers
         consts: Consts = {"CANDIDATES": candidates, "RING": RING, "RING_WORDS": RING_WORDS}
-        bindings: dict[str, Bindable] = {"candidates": found, "ring": self.ring}
+        bindings: dict[str, Bindable] = {"candidates": head.candidates, "ring": self.ring}
         if x is not None:
             bindings["x"] = x
         if greedy:
             if ops.gpu.caps.cpu:
                 consts["WORKGROUP"] = 16  # barriers cost more there than loop iterations: 30 us instead of 150
-            return ops.sample("greedy", consts, bindings, table)
+            return ops.sample("greedy", consts, bindings, table, head.segments)
         consts |= {"VOCAB": vocab, "CANDIDATE_ROWS": candidate_rows}
-        return ops.sample("sample", consts, bindings | {"logits": logits, "sampling": self.settings}, table)
+        bindings |= {"logits": head.logits, "sampling": self.settings}
+        return ops.sample("sample", consts, bindings, table, head.segments)
 
 
 def samples_on_device(sampling: Sampling) -> bool:

@@ -41,12 +41,12 @@ class Engine:
     ) -> None:
         settings = replace(settings, chunk=min(settings.chunk, settings.context, MAX_ROWS))
         self.gpu, self.config, self.weights, self.settings = gpu, config, weights, settings
-        self.freq_factors = freq_factors
+        self.freq_factors, self.freed = freq_factors, False
         self.recorder = Recorder(gpu)
         self.tokens_per_submit = 1  # tokens that took SUBMIT_S in the last generation
         self.cache, self.model = self._build(freq_factors)
         if probe and isinstance(self.model, BufferModel) and self.model.fused_decode:
-            self.model.step.write([Segment(0, 0, [0])], self.cache.capacity, self.cache.slots)
+            self.model.write_step([Segment(0, 0, [0])])
             if not self.model.fused_decode.probe(self.recorder):
                 self.model.unfuse()
 
@@ -61,6 +61,7 @@ class Engine:
 
     def free(self) -> None:
         """Free model and cache; the caller owns the weights."""
+        self.freed = True
         self.model.free()
         self.gpu.free(*self.cache.resources(), self.cache.rope)
 
@@ -91,8 +92,7 @@ class Engine:
     def run(self, plan: Plan, sequence: Sequence, ids: Items[int]) -> None:
         """One step of a plan over at most a chunk of ids."""
         position = len(sequence)
-        segment = Segment(sequence.slot, position, ids)
-        self.model.step.write([segment], self.cache.capacity, self.cache.slots)
+        self.model.write_step([Segment(sequence.slot, position, ids)])
         self.recorder.submit([Step(plan, len(ids), position)])
         sequence.ids += ids
 

@@ -1,5 +1,6 @@
 """The KV cache: keys and values of every layer, and the RoPE table of the same positions."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ class LayerCache:
     values: BufferRange
 
 
-class KvCache:
+class KvCache(ABC):
     """Keys and values of `slots` sequences, `capacity` positions each. It grows by copying."""
 
     def __init__(
@@ -79,21 +80,21 @@ class KvCache:
 
     # Implemented by the backends
 
+    @abstractmethod
     def resources(self) -> Sequence[Bindable]:
         """The buffers or textures of the cache, each once; without the RoPE table."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, slot: int, count: int) -> Iterator[Bytes]:
         """The bytes of the first `count` positions of a sequence, a piece at a time."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, slot: int, count: int, take: Callable[[int], Bytes]) -> None:
         """Restore the bytes of `read`: `take(n)` returns the next n of them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _enlarge(self, capacity: int) -> Callable[[], None]:
         """Allocate larger buffers and copy the positions. Return a function that switches to them."""
-        raise NotImplementedError
 
 
 class BufferKvCache(KvCache):

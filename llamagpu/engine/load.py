@@ -1,6 +1,6 @@
 """The one load path: from a model source and options to an engine.
 
-Every command and the Python API open models here.
+Every command and the Python API open models here. Only `verify` builds an engine itself: its tiny model has no file.
 """
 
 import time
@@ -87,10 +87,13 @@ class LoadedModel:
     times: LoadTimes = field(default_factory=LoadTimes)
 
     def close(self) -> None:
-        """Close the file, and the device if it was opened for this model."""
+        """Close the file and free the memory, with the device if it was opened for this model."""
         self.source.close()
         if self.owns_gpu:
             self.gpu.close()
+        elif not self.gpu.closed and not self.engine.freed:
+            self.engine.free()
+            self.gpu.free(*self.weights.resources())
 
     @property
     def config(self) -> ModelConfig:
@@ -101,7 +104,7 @@ class LoadedModel:
         gpu = gpu or self.gpu
         wanted = replace(options, backend=self.settings.backend, precision=self.settings.precision)
         settings = resolve(wanted, self.source, gpu)
-        check_memory(self.source, settings, gpu, weights=False)
+        check_memory(self.source, settings, gpu)
         return Engine(gpu, self.config, self.weights, settings, self.source.freq_factors)
 
     def check_memory(self, capacity: int) -> MemoryPlan:
@@ -182,25 +185,20 @@ def load_model(
         return LoadedModel(source, gpu, options, engine.settings, weights, engine, memory, owns_gpu, times)
 
 
-def plan_memory(source: ModelSource, settings: Settings, gpu: Gpu, weights: bool = True) -> MemoryPlan:
-    """The memory of weights, KV cache and scratch: the code that allocates runs on a device that only counts.
-
-    Without `weights`, the memory of a second engine on the same weights.
-    """
+def plan_memory(source: ModelSource, settings: Settings, gpu: Gpu) -> MemoryPlan:
+    """The memory of weights, KV cache and scratch: the code that allocates runs on a device that only counts."""
     dry = DryGpu(gpu)
     allocated = allocate_source(source, settings, dry)
     weight_bytes = dry.allocated_bytes
     cache = Engine(dry, source.config, allocated, settings, probe=False).cache
     cache_bytes = sum(nbytes(resource) for resource in (*cache.resources(), cache.rope))
     scratch_bytes = dry.allocated_bytes - weight_bytes - cache_bytes
-    return MemoryPlan(weight_bytes if weights else 0, cache_bytes, scratch_bytes, settings.capacity)
+    return MemoryPlan(weight_bytes, cache_bytes, scratch_bytes, settings.capacity)
 
 
-def check_memory(
-    source: ModelSource, settings: Settings, gpu: Gpu, weights: bool = True, on_plan: OnPlan | None = None
-) -> MemoryPlan:
+def check_memory(source: ModelSource, settings: Settings, gpu: Gpu, on_plan: OnPlan | None = None) -> MemoryPlan:
     """Pass the plan to `on_plan`, then check it. A plan over the limit is refused with the context that fits."""
-    plan = plan_memory(source, settings, gpu, weights)
+    plan = plan_memory(source, settings, gpu)
     if on_plan:
         on_plan(plan, gpu)
     limit = memory_limit(gpu)
@@ -209,7 +207,7 @@ def check_memory(
 
     def total(context: int) -> int:
         smaller = replace(settings, context=context, capacity=context, chunk=min(settings.chunk, context))
-        return plan_memory(source, smaller, gpu, weights).total
+        return plan_memory(source, smaller, gpu).total
 
     contexts = range(MIN_USEFUL_CONTEXT, settings.capacity, POSITION_MULTIPLE)
     fitting = bisect_right(contexts, limit, key=total)

@@ -33,15 +33,16 @@ class MemoryPlan:
 def memory_limit(gpu: Gpu) -> int:
     """Bytes that the device may use; 0 if that is unknown.
 
-    WebGPU does not report the memory of a GPU. A software adapter uses the machine's. LLAMAGPU_MAX_MEMORY (MiB)
-    sets the limit.
+    WebGPU does not report the memory of a GPU. A software adapter uses the machine's: what is available, and what the
+    device holds already. LLAMAGPU_MAX_MEMORY (MiB) sets the limit.
     """
     wanted = os.environ.get("LLAMAGPU_MAX_MEMORY")
     if wanted:
         if not wanted.isdigit():
             raise LlamaGpuError(f"LLAMAGPU_MAX_MEMORY is {wanted!r}", "it takes a whole number of MiB")
         return int(wanted) << 20
-    return available_host_bytes() if gpu.software else 0
+    available = available_host_bytes() if gpu.software else 0
+    return available + gpu.allocated_bytes if available else 0
 
 
 def available_host_bytes() -> int:

@@ -1,10 +1,12 @@
 """The model on the device: weights, the buffers between kernels, and plans (lists of dispatches).
 
-Plans are keyed by the width of a step and by context bucket, never by the caller. The inputs of a step
+Plans are keyed by the rows and segments of a step and by context bucket, never by the caller. The inputs of a step
 (engine/step_inputs.py) say which rows of which sequences it has.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -16,6 +18,7 @@ from llamagpu.engine.ops import (
     AttentionBuffers,
     AttentionMode,
     Consts,
+    HeadBuffers,
     Ops,
     Output,
     PrologueSpec,
@@ -25,7 +28,7 @@ from llamagpu.engine.ops import (
 )
 from llamagpu.engine.options import Precision, Settings
 from llamagpu.engine.routes import Epilogue, Inputs, Prologue
-from llamagpu.engine.step_inputs import StepInputs
+from llamagpu.engine.step_inputs import Segment, StepInputs
 from llamagpu.engine.weights import Layer, Matrix, Weights
 from llamagpu.files.config import ModelConfig
 from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange
@@ -50,9 +53,10 @@ class PlanKey:
     width: int = 1  # token rows
     bucket: int = 0  # context bucket; 0: the plan does not depend on it
     embed: bool = True
+    segments: int = 1  # sequences that the rows belong to
 
 
-class Model:
+class Model(ABC):
     """The base of both backends. `BufferModel` and `TextureModel` build the dispatches."""
 
     def __init__(self, gpu: Gpu, config: ModelConfig, weights: Weights, cache: KvCache, settings: Settings) -> None:
@@ -62,12 +66,15 @@ class Model:
         self.int8_decode = fast and suits_int8(weights, gpu.caps, 1)
         self.int8_prefill = fast and suits_int8(weights, gpu.caps, PREFILL_WIDTH)
         self.step = StepInputs(gpu)
+        self.head_step = StepInputs(gpu) if settings.slots > 1 else self.step  # of the output head: a row per segment
         self.ops = Ops(gpu, self.step.buffer)
         self.plans: dict[PlanKey, Plan] = {}
+        self.score_buffers: list[Buffer] = []  # of score plans; no other plan needs the logits of all rows
         self._planned_for = cache.version
         c, rows = config, settings.chunk
-        self.logits = gpu.zeros(c.vocab * 4, "logits")  # [vocab] of the last row
-        self.candidates = gpu.zeros(-(-c.vocab // 2) * 8, "candidates")  # (logit, id), at most one per pair of rows
+        self.logits = gpu.zeros(settings.slots * c.vocab * 4, "logits")  # [segments, vocab] of the last rows
+        # [segments, candidates] (logit, id), at most one candidate per pair of logits
+        self.candidates = gpu.zeros(settings.slots * -(-c.vocab // 2) * 8, "candidates")
         self.targets = gpu.zeros(rows * 4, "targets")  # [m] u32, for perplexity: the next id of each row
         self.scores = gpu.zeros(rows * 4, "scores")  # [m] f32, log probability of the target
         self.sampler = DeviceSampler(gpu, settings.slots)
@@ -91,23 +98,40 @@ class Model:
 
     def free(self) -> None:
         """Free what this model allocated; the caller owns weights and KV cache."""
-        self.plans.clear()
+        self.clear_plans()
         self.gpu.free(*self.scratch())
 
+    def clear_plans(self) -> None:
+        self.plans.clear()
+        self.gpu.free(*self.score_buffers)
+        self.score_buffers.clear()
+
     def scratch(self) -> list[Bindable]:
-        """Every buffer and texture of the model, once."""
-        own = [self.step.buffer, self.logits, self.candidates, self.targets, self.scores]
+        """Every buffer and texture that all plans share, once."""
+        steps = dict.fromkeys((self.step.buffer, self.head_step.buffer))
+        own = [*steps, self.logits, self.candidates, self.targets, self.scores]
         return [*own, self.sampler.ring, self.sampler.settings]
+
+    def write_step(self, segments: Items[Segment]) -> None:
+        """Write the inputs of the next step."""
+        self.step.write(segments, self.cache.capacity, self.cache.slots)
+        if len(segments) > 1:
+            last = [Segment(s.slot, s.position + len(s.tokens) - 1, s.tokens[-1:]) for s in segments]
+            self.head_step.write(last, self.cache.capacity, self.cache.slots)
+
+    def head_buffers(self, segments: int) -> HeadBuffers:
+        return HeadBuffers(self.logits, self.candidates, self.head_step.buffer, segments)
 
     # Plans
 
-    def plan(self, rows: int, position: int = 0, embed: bool = True) -> Plan:
-        """From up to `rows` token rows to the logits of the last one and the candidates of sampling.
+    def plan(self, rows: int, position: int = 0, embed: bool = True, segments: int = 1) -> Plan:
+        """From up to `rows` token rows to the logits of the last row of each segment and the candidates of sampling.
 
-        Without `embed` the first embedding is in x already: the sampling kernel looked it up.
+        `position` is the first one of the step, or the largest of several segments. Without `embed` the embeddings are
+        in x already: the sampling kernel looked them up.
         """
         width = self.plan_width(rows)
-        key = PlanKey(PlanKind.STEP, width, self.context_bucket(width, position), embed)
+        key = PlanKey(PlanKind.STEP, width, self.context_bucket(width, position), embed, segments)
         return self._cached(key, lambda: self.step_dispatches(key, position))
 
     def score_plan(self, rows: int) -> Plan:
@@ -115,37 +139,42 @@ class Model:
         key = PlanKey(PlanKind.SCORE, rows, self.context_bucket(rows, 0))
         return self._cached(key, lambda: self.score_dispatches(rows))
 
-    def sample_plan(self, greedy: bool) -> Plan:
+    def sample_plan(self, greedy: bool, segments: int = 1) -> Plan:
         """The next token of each segment, sampled on the device."""
-        key = PlanKey(PlanKind.GREEDY if greedy else PlanKind.SAMPLE)
-        return self._cached(key, lambda: tagged([self.sample_dispatch(greedy)], "sampling", None))
+        key = PlanKey(PlanKind.GREEDY if greedy else PlanKind.SAMPLE, segments=segments)
+        return self._cached(key, lambda: tagged([self.sample_dispatch(greedy, segments)], "sampling", None))
 
     def _cached(self, key: PlanKey, build: Callable[[], list[Dispatch]]) -> Plan:
         if self._planned_for != self.cache.version:  # the KV cache has new buffers
-            self.plans.clear()
+            self.clear_plans()
             self._planned_for = self.cache.version
         if key not in self.plans:
             self.plans[key] = Plan(build())
         return self.plans[key]
 
+    def score_buffer(self, values: int, label: str) -> Buffer:
+        """f32 values that only a score plan needs."""
+        self.score_buffers.append(self.gpu.zeros(values * 4, label))
+        return self.score_buffers[-1]
+
     def plan_width(self, rows: int) -> int:
         return rows
 
-    def context_bucket(self, width: int, position: int) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def context_bucket(self, width: int, position: int) -> int: ...
 
-    def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]:
-        raise NotImplementedError
+    @abstractmethod
+    def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]: ...
 
-    def score_dispatches(self, rows: int) -> list[Dispatch]:
-        raise NotImplementedError
+    @abstractmethod
+    def score_dispatches(self, rows: int) -> list[Dispatch]: ...
 
-    def sample_dispatch(self, greedy: bool) -> Dispatch:
-        raise NotImplementedError
+    @abstractmethod
+    def sample_dispatch(self, greedy: bool, segments: int) -> Dispatch: ...
 
+    @abstractmethod
     def layer_dispatches(self, rows: int) -> list[Dispatch]:
         """From token rows to the residual stream after the last layer, every op a dispatch."""
-        raise NotImplementedError
 
     def samples_on_device(self, top_k: int) -> bool:
         """Whether the sampling kernel can sample from this model's logits: candidates are runs of 32 or 64 rows."""
@@ -216,7 +245,7 @@ class BufferModel(Model):
         if self.fused_decode:
             self.gpu.free(*self.fused_decode.buffers())
             self.fused_decode = None
-            self.plans.clear()
+            self.clear_plans()
             self.sampler.clear_barrier()  # a probe may have timed out
 
     # Plans
@@ -235,24 +264,23 @@ class BufferModel(Model):
         return routes.select(routes.ATTEND, attention_shape(self.config, m), self.gpu.caps).kernel
 
     def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]:
-        m, head = key.width, self.weights.output
-        body = self.body(m, key.bucket, key.embed)
-        norm = self.norm(self.weights.output_norm, 1, last_rows=True, x=self.after_layers(m))
-        logits = self.ops.output_head(self.normed(1), head, self.logits, self.candidates, self.inputs(1))
-        return [*body, *tagged([norm], "output_norm", None), *tagged(logits, "output", None)]
+        m, head = key.segments, self.weights.output  # rows of the output head
+        norm = self.norm(self.weights.output_norm, m, last_rows=True, x=self.after_layers(key.width))
+        logits = self.ops.output_head(self.normed(m), head, self.head_buffers(m), self.inputs(m))
+        return [*self.body(key), *tagged([norm], "output_norm", None), *tagged(logits, "output", None)]
 
     def layer_dispatches(self, rows: int) -> list[Dispatch]:
-        return self.body(rows, self.context_bucket(rows, 0))
+        return self.body(PlanKey(PlanKind.SCORE, rows, self.context_bucket(rows, 0)))
 
-    def body(self, m: int, bucket: int, embed: bool = True) -> list[Dispatch]:
+    def body(self, key: PlanKey) -> list[Dispatch]:
         """From token rows to the residual stream after the last layer; keys and values go into the KV cache."""
-        dispatches: list[Dispatch] = []
-        if embed:
+        m, dispatches = key.width, list[Dispatch]()
+        if key.embed:
             dispatches += tagged(self.ops.embed(self.weights.token_embd, self.x, m), "embedding", None)
         if m == 1 and self.fused_decode:
             return dispatches + self.fused_decode.dispatches()
         for i, (layer, cache) in enumerate(zip(self.weights.layers, self.cache.layers, strict=True)):
-            dispatches += self.layer(i, layer, cache, m, bucket)
+            dispatches += self.layer(i, layer, cache, key)
         return dispatches
 
     def after_layers(self, m: int) -> AnyBuffer:
@@ -262,12 +290,13 @@ class BufferModel(Model):
             return BufferRange(self.x, c.layers * layer_stride(c.dim), 4 * c.dim)
         return self.x
 
-    def layer(self, i: int, layer: Layer, cache: LayerCache, m: int, bucket: int) -> list[Dispatch]:
+    def layer(self, i: int, layer: Layer, cache: LayerCache, key: PlanKey) -> list[Dispatch]:
+        m = key.width
         buffers = QkvBuffers(self.q, cache.keys, cache.values, self.cache.rope)
-        to_qkv = ops.qkv(self.config, layer.qkv, buffers, self.cache.kv_type, one_segment=m > 1)
+        to_qkv = ops.qkv(self.config, layer.qkv, buffers, self.cache.kv_type, one_segment=1 == key.segments < m)
         return [
             *self.norm_linear(i, "attn_norm", layer.attn_norm, "qkv", layer.qkv, m, to_qkv),
-            *self.attend_linear(i, layer.attn_output, cache, m, bucket),
+            *self.attend_linear(i, layer.attn_output, cache, key),
             *self.feed_forward(i, layer, m),
         ]
 
@@ -287,19 +316,20 @@ class BufferModel(Model):
         c = self.config
         return self.ops.rms_norm(x or self.x, weight, self.normed(m), c.dim, c.norm_eps, m, last_rows, table)
 
-    def attend_linear(self, i: int, matrix: Matrix, cache: LayerCache, m: int, bucket: int) -> list[Dispatch]:
+    def attend_linear(self, i: int, matrix: Matrix, cache: LayerCache, key: PlanKey) -> list[Dispatch]:
         """Attention and its output projection, which adds to the residual stream.
 
         The linear's kernel merges the splits of a long context where that is cheap, else a separate dispatch does.
         """
-        c, inputs, h = self.config, self.inputs(m), self.normed(m)
+        c, m, bucket = self.config, key.width, key.bucket
+        inputs, h = self.inputs(m), self.normed(m)
         int8, kernel = inputs is Inputs.INT8, self.attention_kernel(m)
         splits = routes.split_count(bucket, c.kv_heads, m) if kernel == "attend_split" else 1
-        shape, output = attention_shape(c, m, splits), ops.add(self.x, matrix)
+        shape, output = attention_shape(c, m, splits, key.segments), ops.add(self.x, matrix)
         quantises = int8 and kernel in routes.QUANTISING_ATTENTION
         out = self.partial if splits > 1 else h if quantises else self.h
         buffers = AttentionBuffers(self.q, cache.keys, cache.values, out, self.stats)
-        mode = AttentionMode(self.cache.kv_type, int8, self.int8_attention, max(1, bucket), one_segment=m > 1)
+        mode = AttentionMode(self.cache.kv_type, int8, self.int8_attention, max(1, bucket))
         attention = tagged([self.ops.attend(shape, buffers, mode)], "attention", i)
         if splits > 1 and int8 and m == 1 and routes.merge_in_linear(c.q_width, splits):
             consts: Consts = {"HEAD_DIM": c.head_dim, "SPLITS": splits}
@@ -352,25 +382,25 @@ class BufferModel(Model):
     def embeds_next(self) -> bool:
         return self.ops.embeds_next(self.weights.token_embd)
 
-    def sample_dispatch(self, greedy: bool) -> Dispatch:
-        head, inputs = self.weights.output, self.inputs(1)
-        count, rows = self.ops.candidate_count(head, inputs), self.ops.candidate_rows(head, inputs)
-        buffers = self.logits, self.candidates
-        return self.sampler.dispatch(self.ops, greedy, buffers, head.n, count, rows, self.weights.token_embd, self.x)
+    def sample_dispatch(self, greedy: bool, segments: int) -> Dispatch:
+        head, inputs = self.weights.output, self.inputs(segments)
+        count = self.ops.candidate_count(head, inputs, segments)
+        rows = self.ops.candidate_rows(head, inputs, segments)
+        buffers, table = self.head_buffers(segments), self.weights.token_embd
+        return self.sampler.dispatch(self.ops, greedy, buffers, head.n, count, rows, table, self.x)
 
     def score_dispatches(self, rows: int) -> list[Dispatch]:
-        """Logits of all rows, in a buffer that exists only for scoring."""
         c, head, inputs, h = self.config, self.weights.output, self.inputs(rows), self.normed(rows)
-        logits = self.gpu.zeros(rows * c.vocab * 4, "all logits")  # [m, vocab]
+        logits = self.score_buffer(rows * c.vocab, "all logits")  # [m, vocab]
         x = self.after_layers(rows)
         norm = self.norm(self.weights.output_norm, rows, x=x)
         shapes = [shard.shape(rows, inputs) for shard in head.shards]
         if not all(routes.fits_any(routes.LINEAR, shape, self.gpu.caps) for shape in shapes):
             # f16, which has no kernel for int8 blocks of many rows
-            inputs, h = Inputs.F32, self.gpu.zeros(rows * c.dim * 4, "normed")
+            inputs, h = Inputs.F32, self.score_buffer(rows * c.dim, "normed")
             norm = self.ops.rms_norm(x, self.weights.output_norm, h, c.dim, c.norm_eps, rows)
         return [
-            *self.body(rows, self.context_bucket(rows, 0)),
+            *self.layer_dispatches(rows),
             norm,
             *self.ops.linear(h, head, rows, ops.store(logits, head), inputs),
             self.ops.log_prob(logits, self.targets, self.scores, c.vocab),

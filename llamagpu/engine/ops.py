@@ -44,6 +44,16 @@ NO_PROLOGUE = PrologueSpec(Prologue.NONE)
 
 
 @dataclass(frozen=True, slots=True)
+class HeadBuffers:
+    """Where the output head leaves its results for the segments of a step."""
+
+    logits: Buffer  # [segments, vocab]
+    candidates: Buffer  # [segments, candidates]
+    step: Buffer  # inputs of a step with one row for each segment
+    segments: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBuffers:
     q: Bindable  # [m, heads, head_dim]
     keys: AnyBuffer
@@ -58,7 +68,6 @@ class AttentionMode:
     int8_out: bool = False  # write int8 blocks, where the kernel can
     int8_attention: bool = False  # many tokens: multiply in int8 and f16, where the adapter can
     bucket: int = 1  # context bucket, see routes.CONTEXT_BUCKETS
-    one_segment: bool = False  # many tokens: all rows of the step belong to one sequence
 
 
 # Outputs of linears
@@ -112,9 +121,9 @@ def head_consts(shape: ModelConfig | Attention) -> Consts:
     return {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim}
 
 
-def attention_shape(config: ModelConfig, m: int, splits: int = 1) -> Attention:
+def attention_shape(config: ModelConfig, m: int, splits: int = 1, segments: int = 1) -> Attention:
     c = config
-    return Attention(m, c.heads, c.kv_heads, c.head_dim, c.sliding_window, c.attn_scale, splits)
+    return Attention(m, c.heads, c.kv_heads, c.head_dim, c.sliding_window, c.attn_scale, splits, segments)
 
 
 class Ops:
@@ -253,34 +262,39 @@ class Ops:
             )
         return dispatches
 
-    def output_head(
-        self, x: AnyBuffer, matrix: Matrix, logits: Buffer, candidates: Buffer, inputs: Inputs
-    ) -> list[Dispatch]:
-        """Logits of one row, and the candidates of sampling. The linear writes these itself where its kernel can."""
-        if self.head_finds_candidates(matrix, inputs):
-            output = Output(Epilogue.LOGITS, {"y": logits, "candidates": candidates})
-            return self.linear(x, matrix, 1, output, inputs)
-        linear = self.linear(x, matrix, 1, store(logits, matrix), inputs)
-        return [*linear, self.argmax(logits, candidates, matrix.n)]
+    def output_head(self, x: AnyBuffer, matrix: Matrix, head: HeadBuffers, inputs: Inputs) -> list[Dispatch]:
+        """Logits of a row for each segment, and the candidates of sampling.
 
-    def head_finds_candidates(self, matrix: Matrix, inputs: Inputs) -> bool:
+        For one row the linear writes the candidates itself, where its kernel can.
+        """
+        if self.head_finds_candidates(matrix, inputs, head.segments):
+            output = Output(Epilogue.LOGITS, {"y": head.logits, "candidates": head.candidates})
+            return self.linear(x, matrix, 1, output, inputs)
+        output = store(head.logits, matrix)
+        output = replace(output, bindings=dict(output.bindings) | {"step": head.step})
+        linear = [fixed_grid(d, head.segments) for d in self.linear(x, matrix, head.segments, output, inputs)]
+        return [*linear, self.argmax(head.logits, head.candidates, matrix.n, head.segments)]
+
+    def head_finds_candidates(self, matrix: Matrix, inputs: Inputs, segments: int = 1) -> bool:
+        if segments > 1:
+            return False
         shapes = [shard.shape(1, inputs, epilogue=Epilogue.LOGITS) for shard in matrix.shards]
         caps = self.gpu.caps
         fit = all(routes.fits_any(routes.LINEAR, shape, caps) for shape in shapes)
         selected = [routes.select(routes.LINEAR, shape, caps) for shape in shapes] if fit else []
         return fit and matrix.bias is None and all(route.has_workgroup_epilogue for route in selected)
 
-    def candidate_count(self, matrix: Matrix, inputs: Inputs) -> int:
-        """How many candidates `output_head` leaves."""
-        if not self.head_finds_candidates(matrix, inputs):
+    def candidate_count(self, matrix: Matrix, inputs: Inputs, segments: int = 1) -> int:
+        """How many candidates `output_head` leaves for each segment."""
+        if not self.head_finds_candidates(matrix, inputs, segments):
             return argmax_candidates(matrix.n)
         shapes = [shard.shape(1, inputs, epilogue=Epilogue.LOGITS) for shard in matrix.shards]
         table, caps = routes.LINEAR, self.gpu.caps
         return sum(self.workgroups(routes.select(table, shape, caps), shape) for shape in shapes)
 
-    def candidate_rows(self, matrix: Matrix, inputs: Inputs) -> int:
+    def candidate_rows(self, matrix: Matrix, inputs: Inputs, segments: int = 1) -> int:
         """Logits per candidate of `output_head`."""
-        if not self.head_finds_candidates(matrix, inputs):
+        if not self.head_finds_candidates(matrix, inputs, segments):
             return self.argmax_rows
         shape = matrix.shards[0].shape(1, inputs, epilogue=Epilogue.LOGITS)
         route = routes.select(routes.LINEAR, shape, self.gpu.caps)
@@ -306,13 +320,14 @@ class Ops:
     ) -> Dispatch:
         """y = x / rms(x) * weight, row by row.
 
-        With `last_rows` only the last row of each segment, into row 0, 1, ...
+        With `last_rows` only the last rows of the m segments, into row 0, 1, ...
         """
         shape = RowWise(width)
         route = routes.select(table, shape, self.gpu.caps)
         consts: Consts = {"WIDTH": width, "EPS": eps, "LAST_ROWS": last_rows} | self.tuning(route)
-        grid = self.grid(route, shape, 1 if last_rows else m)
-        return self._dispatch(route, self.parts(route), consts, {"x": x, "w": weight, "y": y}, grid, shape)
+        grid = self.grid(route, shape, m)
+        dispatch = self._dispatch(route, self.parts(route), consts, {"x": x, "w": weight, "y": y}, grid, shape)
+        return fixed_grid(dispatch, m) if last_rows else dispatch
 
     def quantise(self, x: AnyBuffer, y: AnyBuffer, width: int, m: int) -> Dispatch:
         """x as int8 blocks, for producers that cannot write them themselves."""
@@ -356,13 +371,13 @@ class Ops:
         if route.kernel == "attend_tile":
             owners = {"OWNERS": routes.tile_owners(shape.head_dim, int8)}
             settings |= owners | {"KV_TILE": routes.kv_tile(int8), "INT8": mode.int8_out}
-            settings["ONE_SEGMENT"] = mode.one_segment
+            settings["ONE_SEGMENT"] = shape.segments == 1
         if route.kernel == "attend_split":
             subgroups = routes.subgroups_per_head(shape.heads_per_kv, shape.head_dim, mode.bucket, caps)
             settings |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": subgroups, "INT8": mode.int8_out}
             settings |= routes.position_lanes(shape.head_dim, caps)
-            size = shape.m * shape.heads * shape.splits * 8
-            bindings["stats"] = buffers.stats or self.gpu.zeros(size, "stats")
+            assert buffers.stats is not None, "attend_split leaves statistics"
+            bindings["stats"] = buffers.stats
         files = self.parts(route, kv_type=mode.kv_type, int8_scores=int8)
         grid = self.grid(route, shape, shape.m, owners)
         return self._dispatch(route, (*files, *parts), settings | (consts or {}), bindings, grid, shape)
@@ -416,9 +431,9 @@ class Ops:
         shard = table.shards[0]
         return len(table.shards) == 1 and routes.select(routes.EMBED, shard.shape(1), self.gpu.caps) is routes.EMBED[0]
 
-    def argmax(self, logits: Buffer, candidates: Buffer, vocab: int) -> Dispatch:
-        """The largest of every CANDIDATE_ROWS logits."""
-        grid = (-(-argmax_candidates(vocab) // constants("argmax")["WORKGROUP"]), 1, 1)
+    def argmax(self, logits: Buffer, candidates: Buffer, vocab: int, segments: int = 1) -> Dispatch:
+        """The largest of every CANDIDATE_ROWS logits, for each segment."""
+        grid = (-(-argmax_candidates(vocab) // constants("argmax")["WORKGROUP"]), segments, 1)
         return self.gpu.dispatch("argmax", (), {"VOCAB": vocab}, {"logits": logits, "candidates": candidates}, grid)
 
     def sample(
@@ -445,6 +460,11 @@ class Ops:
         """The log probability of each row's target."""
         bindings = {"logits": logits, "targets": targets, "out": out}
         return self.gpu.dispatch("log_prob", (), {"VOCAB": vocab}, bindings, _one_by_row)
+
+
+def fixed_grid(dispatch: Dispatch, rows: int) -> Dispatch:
+    """The dispatch for `rows` rows, however many rows the step has."""
+    return replace(dispatch, grid=dispatch.grid_for(rows, 0))
 
 
 def argmax_candidates(vocab: int) -> int:

@@ -94,6 +94,7 @@ class Attention:
     window: int = 0  # a token sees the last `window` positions, its own included; 0: all
     scale: float = 1.0
     splits: int = 1  # pieces of the context that attend_split computes separately
+    segments: int = 1  # sequences that the rows belong to
 
     @property
     def heads_per_kv(self) -> int:
@@ -167,7 +168,7 @@ def row_pair_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) ->
 
 def query_tile_grid(s: Attention, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
     tokens = 2 * c["WORKGROUP"] // c["OWNERS"] // s.heads_per_kv
-    return s.kv_heads, -(-rows // tokens), 1
+    return s.kv_heads, -(-rows // tokens), s.segments
 
 
 def row_blocks_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
@@ -178,7 +179,7 @@ def tile_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Gri
     return -(-s.n // c["TILE_N"]), -(-rows // c["TILE_M"]), 1
 
 
-def texture_tile_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+def texture_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
     return -(-s.n // (8 * c["WORKGROUP"])), -(-rows // 4), 1
 
 
@@ -239,7 +240,7 @@ def no_prologue(s: Linear) -> bool:
     return s.prologue is Prologue.NONE
 
 
-def is_plain(s: Linear) -> bool:
+def no_extras(s: Linear) -> bool:
     """No prologue, and no workgroup epilogue."""
     return no_prologue(s) and not s.epilogue.needs_workgroup
 
@@ -303,7 +304,7 @@ GEMV_BATCH_SHAPES: tuple[tuple[str, int, Callable[[Linear, Caps], bool], dict[st
         lambda s, c: s.epilogue is Epilogue.SWIGLU_INT8 and c.invocations >= 512,
         {"WORKGROUP": 512, "LANES": 32, "ROW_PAIRS": 2},
     ),
-    ("each result by itself", 16, lambda s, c: is_plain(s), {"WORKGROUP": 256, "LANES": 64, "ROW_PAIRS": 1}),
+    ("each result by itself", 16, lambda s, c: no_extras(s), {"WORKGROUP": 256, "LANES": 64, "ROW_PAIRS": 1}),
 )
 
 INT8_RESULT_TILE = {"TILE_N": 64, "WORKGROUP": 128}  # epilogue_swiglu_int8 takes 64 rows of a workgroup
@@ -320,10 +321,10 @@ def tile_count(s: Linear, tile_m: int, tile_n: int) -> int:
 GEMM_TILES: tuple[tuple[str, Callable[[Linear], bool], dict[str, int]], ...] = (
     (
         "m <= 32, int8 results",
-        lambda s: s.m <= 32 and not is_plain(s),
+        lambda s: s.m <= 32 and not no_extras(s),
         INT8_RESULT_TILE | {"TILE_M": 32, "TOKENS": 32},
     ),
-    ("int8 results", lambda s: not is_plain(s), INT8_RESULT_TILE | {"TILE_M": 64, "TOKENS": 64}),
+    ("int8 results", lambda s: not no_extras(s), INT8_RESULT_TILE | {"TILE_M": 64, "TOKENS": 64}),
     ("256 tiles of 64 x 64", lambda s: tile_count(s, 64, 64) >= 256, {"TILE_M": 64, "TILE_N": 64}),
     ("192 tiles of 64 x 32", lambda s: s.m > 32 and tile_count(s, 64, 32) >= 192, {"TILE_M": 64, "TILE_N": 32}),
     (  # smaller tiles of groups of 16 take more than 32 KiB of workgroup memory
@@ -391,7 +392,7 @@ LINEAR: Table[Linear] = (
     ),
     Route(
         "linear_gemv_word",
-        lambda s, c: s.m == 1 and word_aligned(s, 8) and is_plain(s),
+        lambda s, c: s.m == 1 and word_aligned(s, 8) and no_extras(s),
         "m = 1, k and group % 8 = 0",
         row_pair_grid,
         (*WEIGHT_PARTS, Role.REDUCE),
@@ -401,15 +402,17 @@ LINEAR: Table[Linear] = (
     # the only f32 tile is 64 x 64: where few of them would run, it is 2 to 5 times slower than no tiles (H200)
     Route(
         "linear_gemm_rows",
-        lambda s, c: not c.cpu and 1 < s.m <= 64 and tile_count(s, 64, 64) < 128 and word_aligned(s, 8) and is_plain(s),
+        lambda s, c: (
+            not c.cpu and 1 < s.m <= 64 and tile_count(s, 64, 64) < 128 and word_aligned(s, 8) and no_extras(s)
+        ),
         "f32 x, m <= 64, fewer than 128 tiles of 64 x 64, k and group % 8 = 0",
         workgroup_per_pair_grid,
         (*WEIGHT_PARTS, Role.REDUCE),
     ),
     Route(
-        "linear_gemm", lambda s, c: word_aligned(s, 8) and is_plain(s), "k and group % 8 = 0", tile_grid, WEIGHT_PARTS
+        "linear_gemm", lambda s, c: word_aligned(s, 8) and no_extras(s), "k and group % 8 = 0", tile_grid, WEIGHT_PARTS
     ),
-    Route("linear_any", lambda s, c: s.inputs is Inputs.F32 and is_plain(s), "-", pairs_by_row_grid, WEIGHT_PARTS),
+    Route("linear_any", lambda s, c: s.inputs is Inputs.F32 and no_extras(s), "-", pairs_by_row_grid, WEIGHT_PARTS),
 )
 
 # The persistent kernel of fused decode (engine/fused_decode.py): all workgroups must run at the same time, so they are
@@ -635,7 +638,7 @@ TEXTURE_LINEAR: Table[Linear] = (
         "linear_texture_gemv",
         lambda s, c: s.m == 1 and (s.storage is Storage.TEXTURE_F32 or s.group % 32 == 0),
         "m = 1, group % 32 = 0",
-        texture_tile_grid,
+        texture_grid,
         (*TEXTURE_PARTS, Role.REDUCE, Role.EPILOGUE),
         {"STRIDE": 32},
         one_vector=True,
@@ -644,7 +647,7 @@ TEXTURE_LINEAR: Table[Linear] = (
         "linear_texture_gemv",
         lambda s, c: s.m == 1,
         "m = 1",
-        texture_tile_grid,
+        texture_grid,
         (*TEXTURE_PARTS, Role.REDUCE, Role.EPILOGUE),
         {"STRIDE": 16},
         one_vector=True,
@@ -653,7 +656,7 @@ TEXTURE_LINEAR: Table[Linear] = (
         "linear_texture",
         lambda s, c: True,
         "-",
-        texture_tile_grid,
+        texture_grid,
         (*TEXTURE_PARTS, Role.EPILOGUE),
         one_vector=True,
     ),

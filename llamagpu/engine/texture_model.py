@@ -57,6 +57,7 @@ class TextureModel(Model):
         return routes.score_workgroups(position, routes.vector_lanes(self.gpu.caps))
 
     def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]:
+        assert key.segments == 1, "a cache texture holds one sequence"
         if self._built_for != self.cache.version:
             self._dispatches.clear()
             self._built_for = self.cache.version
@@ -152,14 +153,14 @@ class TextureModel(Model):
 
     # Sampling and scoring
 
-    def sample_dispatch(self, greedy: bool) -> Dispatch:
-        vocab = self.config.vocab
+    def sample_dispatch(self, greedy: bool, segments: int) -> Dispatch:
+        vocab, head = self.config.vocab, self.head_buffers(segments)
         count, rows = ops.argmax_candidates(vocab), self.ops.argmax_rows
-        return self.sampler.dispatch(self.ops, greedy, (self.logits, self.candidates), vocab, count, rows, None, None)
+        return self.sampler.dispatch(self.ops, greedy, head, vocab, count, rows, None, None)
 
     def score_dispatches(self, rows: int) -> list[Dispatch]:
         c, head = self.config, self.weights.output
-        logits = self.gpu.zeros(rows * c.vocab * 4, "all logits")  # [m, vocab]
+        logits = self.score_buffer(rows * c.vocab, "all logits")  # [m, vocab]
         output = Output(Epilogue.TEXTURE_TO_BUFFER, {"y": logits}, {"WIDTH": head.n})
         return [
             *self.layer_dispatches(rows),

@@ -37,7 +37,7 @@ from llamagpu.files.storage import (
     to_q6,
 )
 from llamagpu.files.texture_layout import texture_layout, to_texture
-from llamagpu.gpu.buffers import AnyBuffer, Bindable, as_buffer, is_texture, nbytes
+from llamagpu.gpu.buffers import AnyBuffer, Bindable, BufferRange, as_buffer, is_texture, nbytes
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.shaders import Const
@@ -121,6 +121,16 @@ class Weights:
     layers: tuple[Layer, ...]
     output_norm: Bindable
     output: Matrix  # the same object as token_embd when tied
+
+    def resources(self) -> list[Bindable]:
+        """Every buffer and texture, once: layers share slabs, and tied matrices are one."""
+        matrices = [self.token_embd, self.output, *(matrix for layer in self.layers for matrix in layer.matrices)]
+        bound: list[Bindable | None] = [self.output_norm]
+        bound += [norm for layer in self.layers for norm in (layer.attn_norm, layer.ffn_norm)]
+        bound += [matrix.bias for matrix in matrices]
+        bound += [binding for matrix in matrices for shard in matrix.shards for binding in shard.bindings.values()]
+        owners = (each.buffer if isinstance(each, BufferRange) else each for each in bound if each is not None)
+        return list(dict.fromkeys(owners))
 
     @property
     def token_bytes(self) -> int:
