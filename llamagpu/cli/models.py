@@ -1,21 +1,23 @@
 """Finds and opens the model of a command, and the `models` commands."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from llamagpu.cli import options as o
 from llamagpu.cli.terminal import log, progress_line, write
 from llamagpu.engine.options import EngineOptions, KvType, Precision
+from llamagpu.errors import LlamaGpuError
 
 if TYPE_CHECKING:
     from llamagpu.engine.memory import MemoryPlan
     from llamagpu.gpu.device import Gpu
+    from llamagpu.hub.catalogue import Entry
     from llamagpu.llama import Llama
 
-models_app = typer.Typer(help="List, fetch and remove models by name.", rich_markup_mode=None)
+models_app = typer.Typer(help="List, search, fetch and remove models by name.", rich_markup_mode=None)
 
 
 def find_model(model: str, hf_repo: str | None, offline: bool, quiet: bool = False) -> Path:
@@ -65,13 +67,71 @@ def open_model(path: Path, options: EngineOptions, quiet: bool, verbose: bool, c
 
 
 @models_app.callback(invoke_without_command=True)
-def models_list(context: typer.Context, debug: o.DebugOption = False) -> None:
+def models(context: typer.Context, debug: o.DebugOption = False) -> None:
     if context.invoked_subcommand is None:
-        from llamagpu.hub.registry import list_models
+        models_list()
 
-        for m in list_models():
-            state = "fetched" if m.path else "-"
-            write(f"{m.name:<12}{m.file_bytes / 1e6:8.1f} MB  {state:<8} {m.title}\n")
+
+@models_app.command("list")
+def models_list(debug: o.DebugOption = False) -> None:
+    """List the models that have a name: size, whether it is fetched, whether it runs."""
+    from llamagpu.hub.catalogue import CATALOGUE
+
+    print_models(CATALOGUE.values())
+
+
+@models_app.command("search")
+def models_search(
+    text: Annotated[list[str], typer.Argument(help="Words of a name, title or licence.")],
+    debug: o.DebugOption = False,
+) -> None:
+    """List the models whose name, title or licence has all the words."""
+    from llamagpu.hub.catalogue import search, suggest
+
+    words = " ".join(text)
+    found = search(words)
+    if not found:
+        near = suggest(words)
+        remedy = f"did you mean {' or '.join(near)}?" if near else "give any other as hf:user/repo[:QUANT]"
+        raise LlamaGpuError(f"no model that has a name matches {words}", remedy)
+    print_models(found)
+
+
+def print_models(entries: "Iterable[Entry]") -> None:
+    from llamagpu.hub.registry import list_models
+
+    for m in list_models(entries):
+        fetched, runs = "fetched" if m.path else "-", "runs" if m.entry.runs else "not yet"
+        write(f"{m.entry.name:<16}{size(m.entry.file_bytes):>8}  {fetched:<9}{runs:<9}{m.entry.title}\n")
+
+
+def size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+@models_app.command("info")
+def models_info(name: o.NameArgument, debug: o.DebugOption = False) -> None:
+    """Print what is known about a model that has a name."""
+    from llamagpu.hub.registry import fetched, find_entry
+
+    entry = find_entry(name)
+    options = {key.replace("temperature", "temp").replace("_", "-"): value for key, value in entry.sampling.items()}
+    source = f"the wheel {entry.wheel.package} {entry.wheel.version}" if entry.wheel else entry.hub_spec
+    other = f" (other quants: hf:{entry.repo})" if entry.wheel else ""
+    fields = {
+        "name": ", ".join((entry.name, *entry.aliases)),
+        "title": entry.title,
+        "from": f"{source}{other}",
+        "size": f"{size(entry.file_bytes)} ({entry.quant})",
+        "licence": entry.licence,
+        "context": f"{entry.context} tokens",
+        "architecture": entry.architecture,
+        "sampling": " ".join(f"--{key} {value}" for key, value in options.items()) or "its maker suggests none",
+        "runs": "yes" if entry.runs else "not yet",
+        "fetched": str(fetched(entry) or "no"),
+    }
+    for key, value in fields.items():
+        write(f"{key:<14}{value}\n")
 
 
 @models_app.command("pull")
@@ -84,7 +144,7 @@ def models_pull(name: o.NameArgument, debug: o.DebugOption = False) -> None:
 
 @models_app.command("rm")
 def models_rm(name: o.NameArgument, debug: o.DebugOption = False) -> None:
-    """Remove a fetched model from the cache."""
+    """Remove a fetched model from the cache. Hugging Face tools share theirs: they lose the file, too."""
     from llamagpu.hub.registry import remove
 
     log(f"removed {remove(name)}")

@@ -1,5 +1,6 @@
 """The options that several commands share: names, limits and help, each written once."""
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,11 +22,62 @@ def set_debug(wanted: bool) -> None:
         os.environ["LLAMAGPU_DEBUG"] = "1"
 
 
+def finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
+
+
+def complete_name(incomplete: str) -> list[tuple[str, str]]:
+    """The names that a shell offers, with titles. If none fits, the shell offers files."""
+    from llamagpu.hub.catalogue import CATALOGUE
+
+    return [(e.name, e.title) for e in CATALOGUE.values() if e.name.startswith(incomplete)]
+
+
+def complete_model(incomplete: str) -> list[tuple[str, str]]:
+    from llamagpu.hub.catalogue import CATALOGUE
+
+    return [(name, title) for name, title in complete_name(incomplete) if CATALOGUE[name].runs]
+
+
+def use_suggested_sampling(context: typer.Context, model: str) -> str:
+    """Make the sampling that the catalogue suggests for the model the default of the options that follow."""
+    from llamagpu.hub.catalogue import suggested_sampling
+
+    if not context.params.get("hf_repo") and (suggested := suggested_sampling(model)):
+        defaults: dict[str, Any] = {"temp" if name == "temperature" else name: v for name, v in suggested.items()}
+        if penalty := defaults.pop("repeat_penalty", None):  # --temp 0 alone stays greedy
+            defaults["repeat_penalty"] = lambda: penalty if context.params["temp"] else 1.0
+        context.default_map = defaults
+    return model
+
+
+def forget_suggested_sampling(context: typer.Context, repo: str | None) -> str | None:
+    if repo:
+        context.default_map = None  # -m is not used
+    return repo
+
+
+# is_eager: before the options whose defaults the model sets.
 ModelOption = Annotated[
-    str, option("-m", "--model", help="Model: a GGUF file, a name (`llamagpu models`), or hf:user/repo[:QUANT].")
+    str,
+    option(
+        *("-m", "--model"),
+        help="Model: a GGUF file, a name (`llamagpu models`; its suggested sampling applies), or hf:user/repo[:QUANT].",
+        is_eager=True,
+        callback=use_suggested_sampling,
+        autocompletion=complete_model,
+    ),
 ]
 HfOption = Annotated[
-    str | None, typer.Option("-hf", "--hf-repo", help="Hugging Face repository: user/repo[:QUANT] (default: -m).")
+    str | None,
+    typer.Option(
+        *("-hf", "--hf-repo"),
+        help="Hugging Face repository: user/repo[:QUANT] (default: -m).",
+        is_eager=True,
+        callback=forget_suggested_sampling,
+    ),
 ]
 OfflineOption = Annotated[bool, option("--offline", help="Use only models in the cache.")]
 DeviceOption = Annotated[
@@ -51,7 +103,7 @@ PredictOption = Annotated[
 ContextOption = Annotated[
     int, option("-c", "--ctx-size", min=0, help="Context length in tokens; 0: grows with the text, up to the model's.")
 ]
-TempOption = Annotated[float, option("--temp", min=0, help="Sampling temperature; 0: greedy.")]
+TempOption = Annotated[float, option("--temp", min=0, callback=finite, help="Sampling temperature; 0: greedy.")]
 TopKOption = Annotated[int, option("--top-k", min=0, help="Sample from the k likeliest tokens; 0: from all.")]
 TopPOption = Annotated[
     float,
@@ -66,7 +118,8 @@ MinPOption = Annotated[
     ),
 ]
 PenaltyOption = Annotated[
-    float, option("--repeat-penalty", min=0.01, help="Penalty on tokens of the recent text; 1: none.")
+    float,
+    option("--repeat-penalty", min=0.01, callback=finite, help="Penalty on tokens of the recent text; 1: none."),
 ]
 LastNOption = Annotated[
     int, option("--repeat-last-n", min=0, help="Number of recent tokens that the penalty applies to.")
@@ -110,4 +163,9 @@ JsonOption = Annotated[bool, option("--json", help="Print JSON on stdout.")]
 QuietOption = Annotated[bool, option("-q", "--quiet", help="Print nothing but errors on stderr.")]
 VerboseOption = Annotated[bool, option("-v", "--verbose", help="Print the memory plan and the times of loading.")]
 DebugOption = Annotated[bool, option("--debug", help="Print a traceback on errors.", callback=set_debug)]
-NameArgument = Annotated[str, typer.Argument(help="A name from `llamagpu models`, or hf:user/repo[:QUANT].")]
+NameArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A name from `llamagpu models`, NAME:QUANT, or hf:user/repo[:QUANT].", autocompletion=complete_name
+    ),
+]

