@@ -26,6 +26,7 @@ LAYERS = [
     {"files", "gpu"},
     {"engine", "hub"},
     {"llama"},
+    {"conversation"},
     {"__init__"},
     {"perplexity", "verify"},
     {"profile", "convert", "devices"},
@@ -34,7 +35,7 @@ LAYERS = [
     {"__main__"},
 ]
 # Narrower than the layers allow.
-ONLY = {"hub": {"hub", "errors", "progress", "files.atomic"}, "__main__": {"cli"}}
+ONLY = {"hub": {"hub", "errors", "progress", "files.atomic", "files.architectures"}, "__main__": {"cli"}}
 BARRED_LIBRARIES = {"files": {"wgpu", "gguf"}, "gpu": {"gguf", "tokenizers", "jinja2"}}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

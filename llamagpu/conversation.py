@@ -1,0 +1,84 @@
+"""A conversation: its turns, the prompt that fits the context, and the JSON file that keeps it."""
+
+import json
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from llamagpu.errors import BadFile, DoesNotFit
+from llamagpu.files.atomic import atomic_write
+from llamagpu.llama import Llama, Message
+
+
+class Turn(NamedTuple):
+    question: str
+    answer: str
+
+
+@dataclass(slots=True)
+class Conversation:
+    system: str | None = None
+    turns: list[Turn] = field(default_factory=list)
+    dropped: int = 0  # oldest turns that the prompt leaves out
+
+    def messages(self, question: str | None = None, dropped: int = 0) -> list[Message]:
+        """The messages after the first `dropped` turns, in the form of a chat template."""
+        pairs = [("system", self.system)] if self.system else []
+        for turn in self.turns[dropped:]:
+            pairs += [("user", turn.question), ("assistant", turn.answer)]
+        if question is not None:
+            pairs.append(("user", question))
+        return [{"role": role, "content": content} for role, content in pairs]
+
+    def prompt(self, llama: Llama, question: str, max_tokens: int = -1) -> list[int]:
+        """The prompt ids. If too little of the context is left for an answer, the oldest turns are dropped.
+
+        A quarter of the context more than necessary is freed: the next turns then reuse the KV cache.
+        """
+        context = llama.context
+        limit = context - (context // 4 if max_tokens < 0 else min(max_tokens, context // 2))
+
+        def encode(dropped: int) -> list[int]:
+            return llama.encode_chat(self.messages(question, dropped))
+
+        dropped = self.dropped
+        ids = encode(dropped)
+        if len(ids) > limit and dropped < len(self.turns):
+            counts = range(dropped + 1, len(self.turns))
+            dropped += 1 + bisect_left(counts, True, key=lambda n: len(encode(n)) <= limit - context // 4)
+            ids = encode(dropped)
+        if len(ids) >= context:
+            most = llama.config.context
+            remedy = f", or use a larger -c (this model takes {most})" if most > context else ""
+            raise DoesNotFit(
+                f"the message needs {len(ids)} tokens, and the context has {context}", f"shorten the message{remedy}"
+            )
+        self.dropped = dropped
+        return ids
+
+    def save(self, path: Path) -> None:
+        """Write the messages as JSON. A file that holds anything else is not overwritten."""
+        if path.is_file() and path.stat().st_size:
+            Conversation.load(path)
+        text = json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=1) + "\n"
+        with atomic_write(path) as file:
+            file.write(text.encode("utf-8", "surrogatepass"))
+
+    @classmethod
+    def load(cls, path: Path) -> "Conversation":
+        """Read a file of `save`, or a JSON list of messages."""
+        try:
+            data = json.loads(path.read_bytes().decode("utf-8", "surrogatepass"))
+            messages = data["messages"] if isinstance(data, dict) else data
+            roles, texts = [m["role"] for m in messages], [m["content"] for m in messages]
+        except OSError as error:
+            raise BadFile(f"{path}: {error.strerror}", "check the name of the file") from error
+        except (ValueError, KeyError, TypeError, RecursionError):
+            roles, texts = ["none"], []
+        system = texts.pop(0) if roles[:1] == ["system"] else None
+        if roles[system is not None :] != ["user", "assistant"] * (len(texts) // 2) or not all(
+            isinstance(text, str) for text in (system or "", *texts)
+        ):
+            raise BadFile(f"{path}: no conversation (messages of user and assistant in turn)", "name another file")
+        return cls(system, [Turn(*pair) for pair in zip(texts[::2], texts[1::2], strict=True)])
