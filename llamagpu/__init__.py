@@ -2,19 +2,32 @@
 
 import llamagpu
 with llamagpu.load("smollm2") as llama:
-    for token in llama.generate("Once upon a time", max_tokens=64):
-        print(token.text, end="")
+    answer = llama.chat([{"role": "user", "content": "Why is the sky blue?"}], max_tokens=64)
+    print(answer.text)
 """
 
 from typing import TYPE_CHECKING, Any
+
+from llamagpu import errors
 
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from llamagpu.engine.sampler import Sampling
-    from llamagpu.llama import Generation, Llama, Token, load
+    from llamagpu.llama import Completion, Generation, Llama, Logprob, Timings, Token, Usage, load
 
-__all__ = ["Generation", "Llama", "Sampling", "Token", "load"]
+__all__ = [
+    "Completion",
+    "Generation",
+    "Llama",
+    "Logprob",
+    "Sampling",
+    "Timings",
+    "Token",
+    "Usage",
+    "errors",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:  # wgpu and numpy are imported when they are first needed
@@ -23,3 +36,7 @@ def __getattr__(name: str) -> Any:  # wgpu and numpy are imported when they are 
     from llamagpu import llama
 
     return getattr(llama, name)
+
+
+def __dir__() -> list[str]:  # completion in a shell or notebook
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,10 @@
 """The exceptions that users see. Each carries its exit code; cli/main.py is the only place that catches them."""
 
+import math
+import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class LlamaGpuError(Exception):
@@ -13,6 +16,16 @@ class LlamaGpuError(Exception):
         super().__init__(cause)
         self.cause = cause
         self.remedy = remedy
+
+
+class BadArgument(LlamaGpuError, ValueError):
+    """An argument has the wrong type or value."""
+
+    exit_code = 2
+
+
+class WrongState(LlamaGpuError, RuntimeError):
+    """The Llama is closed or in use in another thread, or the generation was ended by a later call."""
 
 
 class BadFile(LlamaGpuError):
@@ -59,3 +72,21 @@ def error_context(path: object) -> Iterator[None]:
             error.cause = f"{path}: {error.cause}"
             error.args = (error.cause,)
         raise
+
+
+def check_argument(name: str, value: object, valid: bool, expected: str) -> None:
+    """Raise BadArgument with the value unless it is valid."""
+    if not valid:
+        shown = " ".join(repr(value).split())  # numpy's are of several lines
+        raise BadArgument(f"{name} is {shown if len(shown) <= 60 else shown[:57] + '...'}", f"give {expected}")
+
+
+def is_number(value: Any, least: float, most: float = math.inf) -> bool:
+    """Whether it is a finite number in this range."""
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return real and bool(least <= value <= most and value != math.inf)
+
+
+def is_whole(value: Any, least: int) -> bool:
+    """Whether it is an integer, at least `least`."""
+    return isinstance(value, numbers.Integral) and is_number(value, least)

@@ -1,39 +1,101 @@
-"""The public API: load a model, generate text from a prompt."""
+"""The public API: load a model, chat, complete text, embed it."""
 
+import operator
+import os
+import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
+import numpy as np
 import wgpu
+from numpy.typing import NDArray
 
 from llamagpu.engine import prompt_cache
 from llamagpu.engine.load import LoadedModel, LoadTimes, elapsed, load_model, open_source
 from llamagpu.engine.memory import MemoryPlan
 from llamagpu.engine.options import EngineOptions, KvType, Precision
-from llamagpu.engine.sampler import Sampling, host_sampler, need_finite
+from llamagpu.engine.sampler import Sampling, host_sampler, log_softmax, need_finite
 from llamagpu.engine.sequence import Sequence as TokenSequence
-from llamagpu.errors import DeviceLost, DoesNotFit, LlamaGpuError, error_context
+from llamagpu.errors import (
+    BadArgument,
+    DeviceLost,
+    DoesNotFit,
+    LlamaGpuError,
+    WrongState,
+    check_argument,
+    error_context,
+    is_whole,
+)
 from llamagpu.files.config import ModelConfig
-from llamagpu.files.tokenizer import Tokenizer
+from llamagpu.files.tokenizer import StreamDecoder, Tokenizer
 from llamagpu.gpu.device import Gpu
+from llamagpu.hub.catalogue import suggested_sampling
 from llamagpu.hub.registry import resolve
 
 Progress = Callable[[int, int], None]
-Message = dict[str, Any]
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
 
-def load(model: str | Path, **options: Any) -> "Llama":
-    """A model by file, by name (`smollm2`) or as `hf:user/repo[:QUANT]`; options as for `Llama`."""
-    return Llama(resolve(str(model)), **options)
+def load(
+    model: str | os.PathLike[str],
+    *,
+    device: str | int | Gpu | None = None,
+    context: int | None = None,
+    chunk: int | None = None,
+    kv_type: KvType | str | None = None,
+    precision: Precision | str | None = None,
+    progress: Progress | None = None,
+) -> "Llama":
+    """A model by file, by name (`llamagpu models`) or as `hf:user/repo[:QUANT]`; it is fetched if it has to be.
+
+    The arguments are those of `Llama`. A Path is always a file. `sampling` of the result, the default of its methods,
+    is what the maker of a named model suggests.
+
+    >>> import llamagpu
+    >>> with llamagpu.load("smollm2", context=1024) as llama:
+    ...     answer = llama.chat([{"role": "user", "content": "Name a colour."}], max_tokens=8)
+    >>> answer.usage.completion_tokens <= 8
+    True
+    """
+    valid = isinstance(model, str | os.PathLike) and bool(os.fspath(model))
+    check_argument("model", model, valid, "a GGUF file, a name or hf:user/repo[:QUANT]")
+    path = resolve(model if isinstance(model, str) else str(Path(model).expanduser().absolute()))
+    llama = Llama(
+        path, device=device, context=context, chunk=chunk, kv_type=kv_type, precision=precision, progress=progress
+    )
+    suggested = suggested_sampling(model) if isinstance(model, str) else None
+    llama.sampling = Sampling(**(suggested or {}))
+    return llama
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log probability of a token, before penalties, temperature and filters."""
+
+    id: int
+    text: str  # of this token alone
+    logprob: float
+    top: tuple["Logprob", ...] = ()  # the likeliest tokens in its place, the likeliest first
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
     id: int
     text: str  # text that this token completes: may be empty, or the text of several tokens
+    logprob: Logprob | None = None  # with `logprobs`
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int  # an end token included
+    cached_tokens: int  # prompt tokens that were in the KV cache
 
 
 @dataclass(slots=True)
@@ -54,14 +116,31 @@ class Timings:
         return (self.tokens - 1) / self.decode_s if self.decode_s and self.tokens > 1 else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What `Llama.chat` and `Llama.complete` return."""
+
+    text: str
+    finish_reason: str  # stop: end token or stop string; length: max_tokens; context: the context is full
+    usage: Usage
+    ids: tuple[int, ...]
+    logprobs: tuple[Logprob, ...]  # one for each id, with `logprobs`; else none
+    timings: Timings
+
+
 class Llama:
-    """A model on a device. `generate` streams tokens; `close` frees the memory."""
+    """A model on a device. It runs one call at a time; `close`, or a `with` block, frees the memory.
+
+    >>> answer = llama.chat([{"role": "user", "content": "Hello!"}], max_tokens=8)
+    >>> answer.finish_reason in ("stop", "length")
+    True
+    """
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | os.PathLike[str],
         *,
-        device: str | Gpu | None = None,
+        device: str | int | Gpu | None = None,
         context: int | None = None,
         chunk: int | None = None,
         kv_type: KvType | str | None = None,
@@ -77,7 +156,9 @@ class Llama:
         None lets the adapter decide. `on_plan` gets the memory plan before anything is allocated.
         """
         gpu = device if isinstance(device, Gpu) else None
-        name = None if isinstance(device, Gpu) else device
+        name = None if device is None or gpu else str(device)
+        for argument, value in (("context", context), ("chunk", chunk)):
+            check_argument(argument, value, value is None or is_whole(value, 1), "a whole number from 1 up, or None")
         options = EngineOptions(name, context, chunk, kv_type, precision)  # type: ignore[arg-type]
         started = time.perf_counter()
         with error_context(path), map_device_lost():
@@ -91,10 +172,18 @@ class Llama:
                 raise
         self.loaded.times.open_s = open_s
         self.sequence = TokenSequence()
+        self.sampling = Sampling()  # what `chat`, `complete` and `generate` use without `sampling`
+        self.closed = False
+        self._lock = threading.RLock()  # a Ctrl-C while it is taken must not block its own thread for ever
+        self._running: weakref.ref[Generation] | None = None  # the generation that has begun last
 
     def close(self) -> None:
-        """Free the memory. The Llama cannot be used afterwards."""
-        self.loaded.close()
+        """Free the memory. The Llama cannot generate or embed afterwards. Closing it twice does nothing."""
+        if self.closed:
+            return
+        with self._in_use(ended="its Llama was closed"):
+            self.closed = True
+            self.loaded.close()
 
     def __enter__(self) -> "Llama":
         return self
@@ -132,23 +221,145 @@ class Llama:
         """Whether decode runs all layers as one kernel."""
         return self.loaded.engine.model.fused
 
+    def _check_open(self) -> None:
+        if self.closed:
+            raise WrongState("this Llama is closed", "load the model again")
+
+    @contextmanager
+    def _in_use(
+        self, generation: "Generation | None" = None, ended: str = "a later call on the same Llama ended it"
+    ) -> Iterator[None]:
+        """For one call that uses the device. Ends any other generation that has begun: they share the KV cache."""
+        self._check_open()
+        if not self._lock.acquire(blocking=False):
+            raise WrongState("this Llama is in use in another thread", "use a lock, or load the model once per thread")
+        try:
+            running = self._running() if self._running else None
+            if running is not None and running is not generation:
+                running._end(ended)
+            self._running = weakref.ref(generation) if generation else None
+            with map_device_lost():
+                yield
+        finally:
+            self._lock.release()
+
     # Text
 
-    def chat(self, messages: Sequence[Message]) -> str:
-        """The prompt text of a conversation, rendered by the model's chat template."""
+    def encode(self, text: str, *, bos: bool | None = None, special: bool = True) -> list[int]:
+        """The token ids of a text.
+
+        `bos` says whether BOS is added in front; None does as the model's file says. With `special`, control tokens
+        such as <|im_end|> are recognised in the text.
+
+        >>> ids = llama.encode("the quick brown fox")
+        >>> llama.decode(ids, special=False)
+        'the quick brown fox'
+        """
+        check_argument("text", text, isinstance(text, str), "one str")
+        return self.tokenizer.encode(text, bos, special)
+
+    def decode(self, ids: Iterable[int], *, special: bool = True) -> str:
+        """The text of token ids. Without `special`, control tokens are left out.
+
+        >>> llama.decode(llama.encode("a b", bos=False))
+        'a b'
+        """
+        return self.tokenizer.decode(token_ids("ids", ids), special)
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The prompt text of a conversation, rendered by the model's chat template.
+
+        >>> "Hello!" in llama.render_chat([{"role": "user", "content": "Hello!"}])
+        True
+        """
         from llamagpu.files.chat_template import render  # here: raw text does not need jinja2
 
+        check_messages(messages)
         template, tokenizer = self.tokenizer.chat_template, self.tokenizer
         if template is None:
-            raise LlamaGpuError("the model has no chat template", "use --raw to continue the text as it is")
+            raise LlamaGpuError("the model has no chat template", "continue the text as it is: `complete`, or --raw")
         bos, eos = tokenizer.token_text(tokenizer.bos_id), tokenizer.token_text(tokenizer.eos_id)
-        return render(template, list(messages), bos_token=bos, eos_token=eos)
+        return render(template, [dict(message) for message in messages], bos_token=bos, eos_token=eos)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt ids of a conversation."""
-        text = self.chat(messages)
+        """The prompt ids of a conversation, for `generate`.
+
+        >>> ids = llama.encode_chat([{"role": "user", "content": "Hello!"}])
+        >>> len(list(llama.generate(ids, max_tokens=2))) <= 2
+        True
+        """
+        text = self.render_chat(messages)
         bos = self.tokenizer.token_text(self.tokenizer.bos_id)
         return self.tokenizer.encode(text, bos=False if bos and text.startswith(bos) else None)
+
+    @overload
+    def chat(
+        self, messages: Sequence[Message], *, max_tokens: int = -1, sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (), logprobs: int | None = None, stream: Literal[False] = False,
+    ) -> Completion: ...  # fmt: skip
+
+    @overload
+    def chat(
+        self, messages: Sequence[Message], *, max_tokens: int = -1, sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (), logprobs: int | None = None, stream: Literal[True],
+    ) -> "Generation": ...  # fmt: skip
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int = -1,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        logprobs: int | None = None,
+        stream: bool = False,
+    ) -> "Completion | Generation":
+        """Answer a conversation, with the model's chat template.
+
+        `messages`: dicts with role ("system", "user" or "assistant") and content. The rest is as for `complete`.
+
+        >>> answer = llama.chat([{"role": "user", "content": "Hello!"}], max_tokens=8, sampling=Sampling(seed=1))
+        >>> answer.usage.completion_tokens <= 8
+        True
+        """
+        ids = self.encode_chat(messages)
+        run = self.generate(ids, max_tokens=max_tokens, sampling=sampling, stop=stop, logprobs=logprobs)
+        return run if stream else run.result()
+
+    @overload
+    def complete(
+        self, prompt: str | Sequence[int], *, max_tokens: int = -1, sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (), logprobs: int | None = None, stream: Literal[False] = False,
+    ) -> Completion: ...  # fmt: skip
+
+    @overload
+    def complete(
+        self, prompt: str | Sequence[int], *, max_tokens: int = -1, sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (), logprobs: int | None = None, stream: Literal[True],
+    ) -> "Generation": ...  # fmt: skip
+
+    def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = -1,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        logprobs: int | None = None,
+        stream: bool = False,
+    ) -> "Completion | Generation":
+        """Continue a text or a list of ids, without a chat template.
+
+        `max_tokens`: -1 generates until an end token or the end of the context. `stop`: a text, or several, that end
+        the answer and are not part of it. `logprobs`: N adds the log probability of each token and of the N likeliest
+        in its place. `stream` returns a Generation, an iterator over the tokens.
+
+        >>> answer = llama.complete("the quick", max_tokens=4, sampling=Sampling(temperature=0), logprobs=2)
+        >>> {len(logprob.top) for logprob in answer.logprobs}
+        {2}
+        """
+        run = self.generate(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, logprobs=logprobs)
+        return run if stream else run.result()
 
     def generate(
         self,
@@ -156,37 +367,80 @@ class Llama:
         *,
         max_tokens: int = -1,
         sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        logprobs: int | None = None,
         progress: Progress | None = None,
     ) -> "Generation":
-        """Continue a text or a list of ids. A text gets BOS if the model uses it.
+        """Stream the continuation of a text or a list of ids. A text gets BOS if the model uses it.
 
-        `max_tokens`: -1 generates until an end token or the end of the context, 0 only computes the prompt.
+        The arguments are those of `complete`; `max_tokens` 0 only computes the prompt, which `progress` follows.
+
+        >>> text = "".join(token.text for token in llama.generate("the quick", max_tokens=4))
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_open()
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else token_ids("prompt", prompt)
         if not ids:
-            raise LlamaGpuError("the prompt is empty", "give some text: there is no BOS token to start from")
+            raise BadArgument("the prompt is empty", "give some text: there is no BOS token to start from")
         if max(ids) >= self.config.vocab or min(ids) < 0:
             cause = f"the prompt has token ids outside 0..{self.config.vocab - 1}"
-            raise LlamaGpuError(cause, "encode it with this model's tokenizer")
+            raise BadArgument(cause, "encode it with this model's tokenizer")
+        check_argument("max_tokens", max_tokens, is_whole(max_tokens, -1), "a whole number; -1: until the end")
+        check_argument("logprobs", logprobs, logprobs is None or is_whole(logprobs, 0), "how many of the likeliest")
+        check_argument("sampling", sampling, isinstance(sampling, Sampling | None), "a llamagpu.Sampling")
         new = abs(max_tokens)  # -1: at least one
         wanted = len(ids) + new
         if wanted > self.context:
+            most = self.config.context
+            larger = f"a larger context (-c or context=, at most {most}), " if self.context < most else ""
             raise DoesNotFit(
                 f"{len(ids)} prompt tokens and {new} new ones need a context of {wanted}; it is {self.context}",
-                f"use a larger -c (this model takes {self.config.context}), a shorter prompt or a smaller -n",
+                f"use {larger}a shorter prompt or fewer new tokens (-n or max_tokens=)",
             )
         if wanted > self.loaded.engine.cache.capacity:
             self.loaded.check_memory(wanted)
-        stops = tuple(text for text in stop if text)
-        return Generation(self, ids, max_tokens, sampling or Sampling(), stops, ignore_eos, progress)
+        stops = stop_strings(stop)
+        return Generation(self, ids, max_tokens, sampling or self.sampling, stops, ignore_eos, logprobs, progress)
+
+    def embed(self, text: str | Sequence[str]) -> NDArray[np.float32]:
+        """The embedding [dim] of a text, or [n, dim] of several: the mean hidden state, of length 1.
+
+        The dot product of two embeddings is their cosine similarity. The KV cache is used, so that the next prompt is
+        computed from its beginning.
+
+        >>> a, b = llama.embed(["a cat", "a dog"])
+        >>> -1 <= float(a @ b) <= 1
+        True
+        """
+        texts = [text] if isinstance(text, str) else text
+        valid = isinstance(texts, list | tuple) and all(isinstance(item, str) for item in texts)
+        check_argument("text", text, valid, "a str, or a list of them")
+        ids = [self.tokenizer.encode(item) for item in texts]
+        for i, item in enumerate(ids):
+            where = "the text" if isinstance(text, str) else f"text {i}"
+            if not item:
+                raise BadArgument(f"{where} is empty", "give some text")
+            if len(item) > self.context:
+                cause = f"{where} has {len(item)} tokens; the context holds {self.context}"
+                raise DoesNotFit(cause, "split the text")
+        with self._in_use():
+            rows = [self._embedding(item) for item in ids]
+        return rows[0] if isinstance(text, str) else np.array(rows, np.float32).reshape(-1, self.config.dim)
+
+    def _embedding(self, ids: list[int]) -> NDArray[np.float32]:
+        self.sequence.truncate(0)  # the same steps, so the same numbers, whatever came before
+        if len(ids) > self.loaded.engine.cache.capacity:
+            self.loaded.check_memory(len(ids))
+        mean = self.loaded.engine.mean_hidden(self.sequence, ids)
+        need_finite(mean)
+        return np.asarray(mean / max(float(np.linalg.norm(mean)), 1e-30), np.float32)
 
     # Prompt caches
 
     def save_prompt(self, path: str | Path, tokens: int | None = None, progress: Progress | None = None) -> None:
         """Save the KV cache of the sequence, or of its first `tokens`, to a file for `load_prompt`."""
-        with map_device_lost():
+        with self._in_use(self._running() if self._running else None):  # a generation goes on afterwards
+            self.loaded.engine.recorder.drain()
             prompt_cache.save(self.loaded, self.sequence, Path(path), tokens, progress)
 
     def load_prompt(self, path: str | Path, progress: Progress | None = None) -> int:
@@ -195,7 +449,7 @@ class Llama:
         A file that is damaged, or of another model or other settings, is refused.
         """
         started = time.perf_counter()
-        with map_device_lost():
+        with self._in_use():
             tokens = prompt_cache.load(self.loaded, self.sequence, Path(path), progress)
         self.load_times.prompt_s, _ = elapsed(started)
         return tokens
@@ -213,44 +467,102 @@ def map_device_lost() -> Iterator[None]:
         raise DeviceLost(cause, "try again; a smaller -c or -ub asks less of it") from error
 
 
-@dataclass(slots=True)
-class Generation:
-    """An iterator over new tokens; `finish_reason`, `ids`, `text` and `timings` fill as it runs."""
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Generation(Iterator[Token]):
+    """An iterator over new tokens. It computes them as they are asked for.
 
-    llama: Llama
-    prompt_ids: list[int]
+    `finish_reason` (empty until the end), `ids`, `text`, `usage`, `logprobs` and `timings` fill as it runs. A later
+    call on the same Llama ends a generation that is not finished; `close` does, too.
+
+    >>> run = llama.generate("the quick", max_tokens=4)
+    >>> first = next(run)
+    >>> run.result().ids[0] == first.id  # the rest, and the whole
+    True
+    """
+
+    llama: Llama = field(repr=False)
+    prompt_ids: list[int] = field(repr=False)
     max_tokens: int
     sampling: Sampling
     stop: tuple[str, ...]
     ignore_eos: bool
-    progress: Progress | None = None
+    top_logprobs: int | None = None
+    progress: Progress | None = field(default=None, repr=False)
     ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""  # stop: end token or stop string; length: max_tokens; context: the context is full
     timings: Timings = field(default_factory=Timings)
+    logprobs: list[Logprob] = field(default_factory=list, repr=False)  # one for each id, with `logprobs`
+    _decoder: StreamDecoder = field(init=False, repr=False)
+    _steps: Generator[int, None, None] = field(init=False, repr=False)
+    _held: str = field(default="", init=False, repr=False)  # text that may be the beginning of a stop string
+    _ended: str = field(default="", init=False, repr=False)  # why it cannot go on
 
-    def __iter__(self) -> Iterator[Token]:
-        """Yield a Token for each id, also for the end token. `text` is the concatenation of their texts."""
-        decoder = self.llama.tokenizer.stream()
-        pending = ""  # text that may be the beginning of a stop string
-        with closing(self._steps()) as steps, map_device_lost():
-            for id in steps:
-                self.ids.append(id)
-                pending += "" if self._ends(id) else decoder.push(id)
-                cut = min((i for i in (pending.find(s) for s in self.stop) if i >= 0), default=-1)
-                self.finish_reason = "stop" if cut >= 0 else self._reason(id)
-                if cut >= 0:
-                    hidden = len(pending) - cut
-                elif self.finish_reason:
-                    pending, hidden = pending + decoder.flush(), 0
-                else:
-                    hidden = possible_stop(pending, self.stop)
-                shown, pending = pending[: len(pending) - hidden], pending[len(pending) - hidden :]
-                self.text += shown
-                yield Token(id, shown)
-                if self.finish_reason:
-                    return
-        self.finish_reason = "length"  # max_tokens is 0
+    def __post_init__(self) -> None:
+        self._decoder = self.llama.tokenizer.stream()
+        llama, prompt, most, top = self.llama, self.prompt_ids, self.max_tokens, self.top_logprobs
+        sampled = partial(sampled_ids, llama, prompt, most, self.sampling)
+        if top is not None:
+            sampled = partial(scored_ids, llama, prompt, self.sampling, top, self.logprobs)
+        self._steps = new_ids(llama, prompt, most, sampled, self.timings, self.progress)
+
+    def __next__(self) -> Token:
+        """The next token, the end token included. `text` is the concatenation of their texts."""
+        if self.finish_reason:
+            raise StopIteration
+        if self._ended:
+            raise WrongState(f"this generation cannot go on: {self._ended}", "start a new one, or load the model twice")
+        with self.llama._in_use(self):
+            try:
+                token = self._next()
+            except BaseException as error:
+                self._end(f"{type(error).__name__} came up in it")
+                raise
+        if token is None:
+            raise StopIteration
+        return token
+
+    def result(self) -> Completion:
+        """Generate the rest and return the whole."""
+        for _ in self:
+            pass
+        ids, logprobs = tuple(self.ids), tuple(self.logprobs)
+        return Completion(self.text, self.finish_reason, self.usage, ids, logprobs, self.timings)
+
+    def close(self) -> None:
+        """End it. Closing it twice, or after its end, does nothing."""
+        self._end("it was closed")
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.prompt_ids), len(self.ids), self.timings.cached_tokens)
+
+    def _end(self, reason: str) -> None:
+        self._ended = self._ended or reason
+        self._steps.close()  # waits for what the device still computes
+
+    def _next(self) -> Token | None:
+        id = next(self._steps, None)
+        if id is None:
+            self.finish_reason = "length"  # max_tokens is 0
+            return None
+        self.ids.append(id)
+        text = self._held + ("" if self._ends(id) else self._decoder.push(id))
+        cut = min((i for i in (text.find(s) for s in self.stop) if i >= 0), default=-1)
+        reason = "stop" if cut >= 0 else self._reason(id)
+        if cut >= 0:
+            shown = cut
+        elif reason:
+            text += self._decoder.flush()
+            shown = len(text)
+        else:
+            shown = len(text) - possible_stop(text, self.stop)
+        self._held = text[shown:]
+        self.text += text[:shown]
+        if reason:
+            self._steps.close()
+            self.finish_reason = reason
+        return Token(id, text[:shown], self.logprobs[-1] if self.top_logprobs is not None else None)
 
     def _ends(self, id: int) -> bool:
         return self.llama.tokenizer.is_end(id) and not self.ignore_eos
@@ -263,40 +575,103 @@ class Generation:
             return "length"
         return "context" if len(self.prompt_ids) + len(self.ids) > self.llama.context else ""
 
-    def _steps(self) -> Generator[int, None, None]:
-        """Yield the new ids. Prompt tokens that are in the KV cache already are not computed again."""
-        engine, sequence, times = self.llama.loaded.engine, self.llama.sequence, self.timings
-        start = time.perf_counter()
-        shared = sequence.shared_prefix(self.prompt_ids[:-1])
-        sequence.truncate(shared)
-        times.prompt_tokens, times.cached_tokens = len(self.prompt_ids), shared
-        engine.reserve(sequence, len(self.prompt_ids) - shared + abs(self.max_tokens))
-        engine.prefill(sequence, self.prompt_ids[shared:], self.progress)
-        if self.max_tokens == 0:
-            engine.read_logits()  # waits for the prompt
-            times.prefill_s = time.perf_counter() - start
-            return
-        first = start
-        for id in self._sampled():
-            now = time.perf_counter()
-            if not times.tokens:
-                first = now
-                times.prefill_s = times.first_token_s = now - start
-            times.tokens += 1
-            times.decode_s = now - first
-            yield id
 
-    def _sampled(self) -> Iterator[int]:
-        engine, sequence, sampling = self.llama.loaded.engine, self.llama.sequence, self.sampling
-        most = None if self.max_tokens < 0 else self.max_tokens
-        if not sampling.greedy and not engine.samples_on_device(sampling):
-            yield from engine.sample_on_host(sequence, host_sampler(sampling, self.prompt_ids))
-            return
-        need_finite(engine.read_logits())  # the device would sample an arbitrary token from NaN logits
-        if sampling.greedy:
-            yield from engine.greedy(sequence, most)
-        else:
-            yield from engine.sample(sequence, sampling, self.prompt_ids, most)
+def new_ids(
+    llama: Llama,
+    prompt_ids: list[int],
+    max_tokens: int,
+    sampled: Callable[[], Iterator[int]],
+    times: Timings,
+    progress: Progress | None,
+) -> Generator[int, None, None]:
+    """Prompt tokens that are in the KV cache already are not computed again; `sampled` continues the sequence.
+
+    No Generation among the arguments: without a reference cycle, one that is dropped ends at once.
+    """
+    engine, sequence = llama.loaded.engine, llama.sequence
+    start = time.perf_counter()
+    shared = sequence.shared_prefix(prompt_ids[:-1])
+    sequence.truncate(shared)
+    times.prompt_tokens, times.cached_tokens = len(prompt_ids), shared
+    engine.reserve(sequence, len(prompt_ids) - shared + abs(max_tokens))
+    engine.prefill(sequence, prompt_ids[shared:], progress)
+    if max_tokens == 0:
+        engine.read_logits()  # waits for the prompt
+        times.prefill_s = time.perf_counter() - start
+        return
+    first = start
+    for id in sampled():
+        now = time.perf_counter()
+        if not times.tokens:
+            first = now
+            times.prefill_s = times.first_token_s = now - start
+        times.tokens += 1
+        times.decode_s = now - first
+        yield id
+
+
+def sampled_ids(llama: Llama, prompt_ids: list[int], max_tokens: int, sampling: Sampling) -> Iterator[int]:
+    """Continue the sequence, on the device if its kernel can."""
+    engine, sequence = llama.loaded.engine, llama.sequence
+    most = None if max_tokens < 0 else max_tokens
+    if not sampling.greedy and not engine.samples_on_device(sampling):
+        yield from engine.sample_on_host(sequence, host_sampler(sampling, prompt_ids))
+        return
+    need_finite(engine.read_logits())  # the device would sample an arbitrary token from NaN logits
+    if sampling.greedy:
+        yield from engine.greedy(sequence, most)
+    else:
+        yield from engine.sample(sequence, sampling, prompt_ids, most)
+
+
+def scored_ids(
+    llama: Llama, prompt_ids: list[int], sampling: Sampling, top: int, logprobs: list[Logprob]
+) -> Iterator[int]:
+    """Continue the sequence on the host, and append the log probabilities of each token."""
+    sample, tokenizer = host_sampler(sampling, prompt_ids), llama.tokenizer
+
+    def text_of(id: int) -> str:
+        padding = id >= tokenizer.vocab_size  # a row of the embedding table without a token
+        return "" if padding else tokenizer.token_bytes(id).decode("utf-8", "replace")
+
+    def sample_next(logits: NDArray[np.floating]) -> int:
+        id = sample(logits)
+        logs = log_softmax(logits)
+        likeliest = np.argsort(-logs, kind="stable")[:top].tolist()
+        found = tuple(Logprob(other, text_of(other), float(logs[other])) for other in likeliest)
+        logprobs.append(Logprob(id, text_of(id), float(logs[id]), found))
+        return id
+
+    return llama.loaded.engine.sample_on_host(llama.sequence, sample_next)
+
+
+def token_ids(name: str, values: object) -> list[int]:
+    """A list of ints. A text is not one, and neither is a list of texts."""
+    try:
+        if not isinstance(values, str | bytes):
+            return [operator.index(value) for value in values]  # type: ignore[attr-defined]
+    except TypeError:
+        pass
+    check_argument(name, values, False, "a list of token ids" + (", or one str" if name == "prompt" else ""))
+    raise AssertionError
+
+
+def stop_strings(stop: object) -> tuple[str, ...]:
+    texts = [stop] if isinstance(stop, str) else stop
+    valid = isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)
+    check_argument("stop", stop, valid, "a str, or a list of them")
+    return tuple(text for text in texts if text)  # type: ignore[attr-defined]
+
+
+def check_messages(messages: object) -> None:
+    expected = 'a list such as [{"role": "user", "content": "Hello!"}]'
+    check_argument("messages", messages, isinstance(messages, list | tuple) and bool(messages), expected)
+    for i, message in enumerate(messages):  # type: ignore[arg-type, var-annotated]
+        check_argument(f"messages[{i}]", message, isinstance(message, Mapping), "a dict with role and content")
+        for key in ("role", "content"):
+            value, expected = message.get(key), "a str" if key in message else f"the {key}, a str"
+            valid = isinstance(value, str) or (key == "content" and value is None and "tool_calls" in message)
+            check_argument(f"messages[{i}][{key!r}]", value, valid, expected)
 
 
 def possible_stop(text: str, stops: Sequence[str]) -> int:
@@ -305,4 +680,15 @@ def possible_stop(text: str, stops: Sequence[str]) -> int:
     return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stops)), 0)
 
 
-__all__ = ["Generation", "Llama", "LoadedModel", "Sampling", "Timings", "Token", "load"]
+__all__ = [
+    "Completion",
+    "Generation",
+    "Llama",
+    "LoadedModel",
+    "Logprob",
+    "Sampling",
+    "Timings",
+    "Token",
+    "Usage",
+    "load",
+]

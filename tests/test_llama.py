@@ -315,7 +315,7 @@ def test_refused_settings(path, gpu, options, error, cause):
 
 def test_chat(llama):
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
-    assert llama.chat(messages) == "[system]be kind[user]hi[a]"
+    assert llama.render_chat(messages) == "[system]be kind[user]hi[a]"
     assert llama.encode_chat(messages) == llama.tokenizer.encode("[system]be kind[user]hi[a]")
 
 

@@ -120,6 +120,18 @@ class Engine:
         self.check_barrier()
         return np.concatenate(scores)[: len(ids) - 1]
 
+    def mean_hidden(self, sequence: Sequence, ids: Items[int]) -> NDArray[np.float64]:
+        """Append ids. Return the mean [dim] of their hidden states after the last norm."""
+        self.reserve(sequence, len(ids))
+        total = np.zeros(self.config.dim)
+        for start in range(0, len(ids), self.model.chunk):
+            piece = ids[start : start + self.model.chunk]
+            self.run(self.model.plan(len(piece), len(sequence)), sequence, piece)
+            self.recorder.submit([Step(self.model.hidden_plan(len(piece)), len(piece))])
+            total += self.model.read_hidden(len(piece)).sum(axis=0, dtype=np.float64)
+        self.check_barrier()
+        return total / len(ids)
+
     @property
     def score_rows(self) -> int:
         """Rows of one step of `log_probs`: their logits fit LOGIT_BYTES, whatever the chunk."""

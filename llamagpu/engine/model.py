@@ -10,6 +10,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import Enum, auto
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llamagpu.engine import ops, routes
 from llamagpu.engine.device_sampler import DeviceSampler
 from llamagpu.engine.fused_decode import FusedDecode, layer_stride
@@ -43,6 +46,7 @@ PREFILL_WIDTH = 512  # token rows of the shapes that decide whether prefill uses
 class PlanKind(Enum):
     STEP = auto()  # from tokens to the logits of the last row of each segment
     SCORE = auto()  # from tokens to the log probability of each row's target
+    HIDDEN = auto()  # from the residual stream to the hidden states of all rows after the last norm
     GREEDY = auto()  # from candidates to the next token
     SAMPLE = auto()  # from logits to the next token
 
@@ -139,6 +143,11 @@ class Model(ABC):
         key = PlanKey(PlanKind.SCORE, rows, self.context_bucket(rows, 0))
         return self._cached(key, lambda: self.score_dispatches(rows))
 
+    def hidden_plan(self, rows: int) -> Plan:
+        """After a step of `rows` token rows: their hidden states after the last norm, for `read_hidden`."""
+        key = PlanKey(PlanKind.HIDDEN, min(rows, 2))  # of several rows: the grid follows the step
+        return self._cached(key, lambda: tagged([self.hidden_dispatch(key.width)], "output_norm", None))
+
     def sample_plan(self, greedy: bool, segments: int = 1) -> Plan:
         """The next token of each segment, sampled on the device."""
         key = PlanKey(PlanKind.GREEDY if greedy else PlanKind.SAMPLE, segments=segments)
@@ -168,6 +177,13 @@ class Model(ABC):
 
     @abstractmethod
     def score_dispatches(self, rows: int) -> list[Dispatch]: ...
+
+    @abstractmethod
+    def hidden_dispatch(self, rows: int) -> Dispatch: ...
+
+    @abstractmethod
+    def read_hidden(self, rows: int) -> NDArray[np.float32]:
+        """The hidden states [rows, dim] that `hidden_plan` left."""
 
     @abstractmethod
     def sample_dispatch(self, greedy: bool, segments: int) -> Dispatch: ...
@@ -225,10 +241,11 @@ class BufferModel(Model):
         self.stats = gpu.zeros(splits * 8, "stats")  # [heads, splits] (top, total)
         separate = any(len(layer.gate_up) > 1 for layer in self.weights.layers)
         self.up = gpu.zeros(rows * c.ffn_dim * 4, "up") if separate else None  # [m, ffn], for gate_and_up
+        self.hidden: Buffer | None = None  # [m, dim] after the last norm, for embeddings: allocated at the first one
 
     def scratch(self) -> list[Bindable]:
         own: list[Bindable | None] = [self.x, self.h, self.q, self.act, self.h_int8, self.act_int8]
-        own += [self.partial, self.stats, self.up]
+        own += [self.partial, self.stats, self.up, self.hidden]
         fused = self.fused_decode.buffers() if self.fused_decode else []
         return [*super().scratch(), *(buffer for buffer in own if buffer is not None), *fused]
 
@@ -388,6 +405,15 @@ class BufferModel(Model):
         rows = self.ops.candidate_rows(head, inputs, segments)
         buffers, table = self.head_buffers(segments), self.weights.token_embd
         return self.sampler.dispatch(self.ops, greedy, buffers, head.n, count, rows, table, self.x)
+
+    def hidden_dispatch(self, rows: int) -> Dispatch:
+        c, norm = self.config, self.weights.output_norm
+        self.hidden = self.hidden or self.gpu.zeros(self.chunk * c.dim * 4, "hidden")
+        return self.ops.rms_norm(self.after_layers(rows), norm, self.hidden, c.dim, c.norm_eps, rows)
+
+    def read_hidden(self, rows: int) -> NDArray[np.float32]:
+        assert self.hidden is not None
+        return self.gpu.read(self.hidden, np.float32, rows * self.config.dim).reshape(rows, -1)
 
     def score_dispatches(self, rows: int) -> list[Dispatch]:
         c, head, inputs, h = self.config, self.weights.output, self.inputs(rows), self.normed(rows)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from llamagpu.errors import LlamaGpuError
+from llamagpu.errors import BadArgument
 
 
 class Precision(StrEnum):
@@ -42,7 +42,7 @@ class EngineOptions:
             if value is None:
                 continue
             if value not in list(values):
-                raise LlamaGpuError(f"{name} is {value!r}", f"choose {' or '.join(values)}")
+                raise BadArgument(f"{name} is {value!r}", f"choose {' or '.join(values)}")
             object.__setattr__(self, name, values(value))  # accepts a string too
 
 

@@ -7,14 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llamagpu.errors import NumericCheckFailed
+from llamagpu.errors import NumericCheckFailed, check_argument, is_number, is_whole
 
 Floats = NDArray[np.floating]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters, with llama.cpp's names and defaults."""
+    """Sampling parameters, with llama.cpp's names and defaults.
+
+    >>> Sampling(temperature=0).greedy  # the likeliest token, always
+    True
+    >>> Sampling(top_p=2)
+    Traceback (most recent call last):
+    llamagpu.errors.BadArgument: top_p is 2
+    """
 
     temperature: float = 0.8  # 0: the likeliest token
     top_k: int = 40  # keep the k likeliest; 0: all
@@ -23,6 +30,17 @@ class Sampling:
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64  # how far back the penalty looks
     seed: int | None = None  # None: a new one each time
+
+    def __post_init__(self) -> None:
+        from_0, whole, share = "a number from 0 up", "a whole number from 0 up", "a number from 0 to 1"
+        penalty, seed = self.repeat_penalty, self.seed
+        check_argument("temperature", self.temperature, is_number(self.temperature, 0), from_0)
+        check_argument("top_k", self.top_k, is_whole(self.top_k, 0), f"{whole}; 0: all tokens")
+        check_argument("top_p", self.top_p, is_number(self.top_p, 0, 1), share)
+        check_argument("min_p", self.min_p, is_number(self.min_p, 0, 1), share)
+        check_argument("repeat_penalty", penalty, is_number(penalty, 0) and penalty > 0, "a number above 0; 1: none")
+        check_argument("repeat_last_n", self.repeat_last_n, is_whole(self.repeat_last_n, 0), whole)
+        check_argument("seed", seed, seed is None or is_whole(seed, 0), f"{whole}, or None for a new one each time")
 
     @property
     def greedy(self) -> bool:
@@ -83,3 +101,8 @@ def candidates(logits: Floats, sampling: Sampling) -> tuple[NDArray[np.int64], F
 def softmax(values: Floats) -> Floats:
     shares = np.exp(values - values.max())
     return np.asarray(shares / shares.sum())
+
+
+def log_softmax(logits: Floats) -> Floats:
+    shifted = logits - logits.max()
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()))

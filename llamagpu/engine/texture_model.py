@@ -6,6 +6,9 @@ buffer in a loop over the lanes, with a branch for each). Kernels on buffers are
 
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llamagpu.engine import ops, routes
 from llamagpu.engine.kv_cache import TextureKvCache
 from llamagpu.engine.model import Model, PlanKey
@@ -157,6 +160,13 @@ class TextureModel(Model):
         vocab, head = self.config.vocab, self.head_buffers(segments)
         count, rows = ops.argmax_candidates(vocab), self.ops.argmax_rows
         return self.sampler.dispatch(self.ops, greedy, head, vocab, count, rows, None, None)
+
+    def hidden_dispatch(self, rows: int) -> Dispatch:
+        return self.norm(self.x, self.weights.output_norm, rows)
+
+    def read_hidden(self, rows: int) -> NDArray[np.float32]:
+        dim = self.config.dim
+        return self.gpu.read_texture(self.h, 0, dim // 4, rows).view(np.float32).reshape(rows, dim)
 
     def score_dispatches(self, rows: int) -> list[Dispatch]:
         c, head = self.config, self.weights.output
