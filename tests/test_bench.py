@@ -26,9 +26,10 @@ pytest.importorskip("wgpu")
 from llamagpu import markdown
 from llamagpu.bench import bench as bench_module
 from llamagpu.bench import cases, report
-from llamagpu.bench.bench import BenchOptions, bench, between_tokens, model_facts, short_count
+from llamagpu.bench.bench import BenchOptions, ModelFacts, Monitor, bench, between_tokens, model_facts, short_count
 from llamagpu.bench.cases import BadValue, BenchCase, make_cases, numbers
 from llamagpu.bench.kernels import matrices
+from llamagpu.cli.bench_progress import BenchProgress, software_minutes, time_left
 from llamagpu.engine.load import ModelSource, load_model, open_source
 from llamagpu.engine.options import Backend, EngineOptions, KvType
 from llamagpu.engine.sequence import Sequence
@@ -225,12 +226,15 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, A
         monkeypatch.setattr(bench_module, "warm_up", lambda gpu, warm: warm())
         starts = []
 
-        def check() -> None:  # called once when a run begins
-            if starts:
-                engine.runs.pop(0)
-            starts.append(engine.now)
+        class Starts(Monitor):
+            def run_starts(self, done: int, runs: int) -> None:
+                assert done == len(starts) < runs == planned
+                if starts:
+                    engine.runs.pop(0)
+                starts.append(engine.now)
 
-        found = bench_module.measure(engine, case, BenchOptions(**options), check)  # type: ignore[arg-type]
+        planned = len(runs)
+        found = bench_module.measure(engine, case, BenchOptions(**options), Starts())  # type: ignore[arg-type]
         assert not recorder.taken and len(engine.runs) == 1, "all of the runs took place"
         return found, engine
 
@@ -474,10 +478,11 @@ def test_synthetic_models_in_both_precisions(measure: Runner) -> None:  # noqa: 
 
 
 def test_pasted_llama_bench_flags(measure: Runner) -> None:  # noqa: F811
-    flags = "-ngl 99 -t 4,8 --n_cpu_moe=0 -mmp 0 -sm none --poll 50 -fa 1 -r 1 -o json -q --no-warmup"
+    flags = "-ngl 99 -t 4,8 --n_cpu_moe=0 -mmp 0 -sm none --poll 50 -fa 1 -r 1 -o json --no-warmup"
     result = measure("bench", "--synthetic", "tiny", "-p", "4", "-n", "0", *flags.split())
     assert result.code == 0 and len(result.json) == 1
     assert "-ngl -t --n-cpu-moe -mmp -sm --poll" in result.err and "-fa" not in result.err
+    assert not measure("bench", "--synthetic", "tiny", "-p", "4", "-n", "0", *flags.split(), "-q").err
 
 
 def test_stdout_carries_only_the_table(measure: Runner) -> None:  # noqa: F811
@@ -486,6 +491,33 @@ def test_stdout_carries_only_the_table(measure: Runner) -> None:  # noqa: F811
     table = [line for line in result.out.splitlines() if line]
     assert len(table) == 2 + 2 + 1 and all(line.startswith(("|", "build:")) for line in table)
     assert result.err.count("starting") == 2 and result.err.count("of a copy") == 2
+
+
+def test_each_test_gets_a_line_where_there_is_no_terminal(measure: Runner) -> None:  # noqa: F811
+    args = ["bench", "--synthetic", "tiny", "-p", "4", "-n", "2", "-r", "3"]
+    said = measure(*args).err
+    lines = [line for line in said.splitlines() if line.startswith("tiny: ")]
+    assert lines == ["tiny: test 1 of 2, pp4", "tiny: test 2 of 2, tg2"] and " run " not in said
+    assert "tiny: test" not in measure(*args, "--progress").err
+    assert not measure(*args, "-q").err
+
+
+def test_time_left() -> None:
+    assert time_left(0.5, 0, 7) == ""  # nothing is known before the first run
+    assert time_left(20.0, 2, 7) == ", about 50 s left"
+    assert time_left(120.0, 2, 7) == ", about 5 min left"
+    assert time_left(3.0, 9, 7) == ", about 0 s left"  # a GPU may need more runs to warm up
+
+
+def test_a_long_benchmark_on_a_software_adapter_is_told_first(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:
+    """The default cases of a 1B model take half an hour there, those of the tiny model no time at all."""
+    cases = [BenchCase(2048, 512, None, 0, 512, 0), BenchCase(2048, 512, None, 0, 0, 128)]
+    assert 10 < software_minutes(1_200_000_000, cases, 5) < 60 and software_minutes(460_000, cases, 5) < 0.1
+    for params, quiet in ((1_200_000_000, False), (1_200_000_000, True), (460_000, False)):
+        progress = BenchProgress("model", cases, 5, quiet, False, lambda: None)
+        progress.opened(gpu, ModelFacts("", "", 0, params))
+        said = capsys.readouterr().err
+        assert ("--synthetic tiny" in said) == (gpu.software and params > 1e9 and not quiet)
 
 
 def test_two_outputs_and_details(measure: Runner) -> None:  # noqa: F811
@@ -515,6 +547,8 @@ def test_too_little_memory_is_said_before_the_first_row(measure: Runner, monkeyp
     "args, code",
     [
         (["-p", "x"], 2),
+        (["-p", "0", "-n", "0"], 2),
+        (["--delay", "inf"], 2),
         (["-pg", "5"], 2),
         (["-o", "xml"], 2),
         (["-ctk", "q8_0"], 2),

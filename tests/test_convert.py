@@ -23,6 +23,7 @@ from package_data import default_model, english_text
 from reference import Reference, assert_close
 from safetensors.numpy import load_file
 
+from llamagpu.cli.convert import own_remedies
 from llamagpu.convert.convert import convert, open_source, plan
 from llamagpu.convert.gguf_header import encode_header
 from llamagpu.convert.output import repack_q6
@@ -30,7 +31,7 @@ from llamagpu.convert.packed_writer import PackedWriter
 from llamagpu.convert.quantise import error_weights, quantise
 from llamagpu.engine.engine import Engine
 from llamagpu.engine.sequence import Sequence
-from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
+from llamagpu.errors import BadFile, DeviceLost, DoesNotFit, LlamaGpuError, Unsupported
 from llamagpu.files.config import ModelConfig
 from llamagpu.files.gguf_file import GgufFile, read_metadata
 from llamagpu.files.matrices import LoadedMatrix, matrix_sources
@@ -554,9 +555,49 @@ def test_command_refuses_what_it_cannot_do(folder, tmp_path):
     make(folder, tmp_path / "x.safetensors", None)
     assert "packed already" in refused(4, tmp_path / "x.safetensors", "y.gguf")
     (tmp_path / "text").write_text("too short")
-    assert "two chunks of 256" in refused(1, folder, "y.gguf", "--eval", "text")
+    short = refused(1, folder, "y.gguf", "--eval", "text")
+    assert "two chunks of 256" in short and "-c" not in short
+    assert "give a Hugging Face folder, a GGUF file," in refused(1, "nothing/x.gguf")
+    offline = refused(1, "hf:nobody/nothing", "--offline")
+    assert "as SOURCE" in offline and "-m" not in offline.split()
     assert "two chunks of 256" in refused(1, folder, "y.gguf", "--calibrate", "text")
     assert files_in(tmp_path) == ["text", "x.safetensors"]
+
+
+@pytest.mark.parametrize("error", [DoesNotFit("too large", "use -c 64 or less"), DeviceLost("gone", "a smaller -c")])
+def test_remedies_are_those_of_convert(error):
+    with pytest.raises(type(error)) as raised, own_remedies():
+        raise error
+    assert "--calibrate" in raised.value.remedy and "-c " not in raised.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("before", "to", "warned"),
+    [
+        ("Q4_1", "q4_0", True),
+        ("Q4_0", "q4_1", True),
+        ("Q6_K", "q4_0", True),
+        ("Q4_0", "q4_0", False),
+        ("Q8_0", "q4_0", False),
+        ("F16", "q4_0", False),
+        ("Q4_1", "q8_0", False),
+        ("Q4_1", "packed", False),
+    ],
+)
+def test_rounding_again_to_four_bits_gets_a_warning(tmp_path, before, to, warned):
+    source = open_source(str(tiny_llama(tmp_path / "m.gguf", dim=256, ffn=256, ggml_type=before)))
+    planned = plan(source, to)
+    assert len(planned.warnings) == warned
+    if warned:
+        assert f"are {before} already: rounding them again to {to.upper()}" in planned.warnings[0]
+
+
+def test_the_warning_comes_before_the_work_and_in_the_report(tmp_path):
+    path = tiny_llama(tmp_path / "m.gguf", ggml_type="Q4_1")
+    run = command(path, "out.gguf", "--json", cwd=tmp_path)
+    assert run.returncode == 0 and "warning: " in run.stderr and "rounding them again" in run.stderr
+    assert "rounding them again" in json.loads(run.stdout)["notes"][0]
+    assert "warning: " not in command(path, "out.gguf", "--force", "-q", cwd=tmp_path).stderr
 
 
 def test_command_calibrates_and_evaluates(gpu, tmp_path):

@@ -55,6 +55,19 @@ def test_kernels_and_their_baselines(gpu: Gpu, found: dict[str, list[Result]]) -
     assert gpu.software or all("of a step" in r.note for r in found["fused"])
 
 
+def test_kernels_that_models_do_not_use_here_are_marked(gpu: Gpu, found: dict[str, list[Result]]) -> None:
+    """On a CPU models run on textures. Elsewhere only `attend` may have a better route."""
+    for r in (r for rows in found.values() for r in rows):
+        if gpu.caps.cpu:
+            assert ("not used here" in r.note) == ("textures" not in r.note)
+        elif r.op != "attend":
+            assert "not used here" not in r.note
+    attends = found["attend"]
+    for r in (r for r in attends if not gpu.caps.cpu):
+        other = any(o.kernel != "attend" for o in attends if o.m == r.m)
+        assert ("not used here" in r.note) == (r.kernel == "attend" and other)
+
+
 def test_token_rows(found: dict[str, list[Result]]) -> None:
     assert {r.m for r in found["gemm"]} == {4} and {r.m for r in found["gemv"]} == {1}
     for op in ("norm", "fused", "attend"):
@@ -72,7 +85,7 @@ def test_figures_of_a_result() -> None:
     assert r.ratio == 2.5 and r.claim == ""
     assert r.line() == "gemv s, m 1: a 0.1 us, b 0.2 us, 2.50x"
     norm = result("norm", "s", 4, "note", Timed("a", 100.0, 0.0), Timed("b", 250.0, 0.0), 3000, "GFLOP/s")
-    assert (norm.rate, norm.unit, norm.claim) == (30.0, "GFLOP/s", "1.33x")
+    assert (norm.rate, norm.unit, norm.claim) == (30.0, "GFLOP/s", "ExecuTorch's WebGPU backend gained 1.33x")
 
 
 def test_markdown() -> None:
@@ -80,7 +93,8 @@ def test_markdown() -> None:
     timed = Timed("a", 1000.0, 1e-12), Timed("b", 2500.0, 2e-12)
     text = markdown([result("norm", "s", 1, "", *timed, 1000), result("gemm", "t", 4, "x in f32", *timed, 3000)])
     norm, gemm = text.split("\n\ngemm: ")
-    assert norm.startswith("norm: rms_norm by vec4 against by scalars (where it was first done: 1.33x)\n\n| shape |")
+    heading = "norm: rms_norm by vec4 against by scalars (ExecuTorch's WebGPU backend gained 1.33x)"
+    assert norm.startswith(f"{heading}\n\n| shape |")
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in norm.splitlines()[2:]]
     assert cells[0][4:] == ["us", "rate", "baseline", "us", "rate", "ratio", "NMSE", "baseline NMSE"]
     assert cells[2][:4] == ["s", "1", "-", "a"]

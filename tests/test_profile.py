@@ -25,7 +25,8 @@ from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.dry_gpu import PlannedBuffer
 from llamagpu.gpu.timing import Span
 from llamagpu.profile import html, report
-from llamagpu.profile.profile import DispatchTiming, Phase, Profile, profile, totals, work
+from llamagpu.profile.labels import inside, overlap, place_labels
+from llamagpu.profile.profile import DispatchTiming, Phase, Profile, ceilings, profile, totals, work
 
 LAYERS, STEPS = 2, 3
 
@@ -289,6 +290,31 @@ def test_page() -> None:
     assert found.counts["table"] == 4 and found.counts["tr"] == 4 * 4
     assert "a <b> & c" in found.texts and "layer 1, attention: 90.0 us" in found.texts
     assert any("700.0 us fused" in text for text in found.texts)
+
+
+def test_ceilings_lie_above_every_point() -> None:
+    """A kernel that is faster than the measured peak raises it. f32 kernels have no int8 ceiling."""
+    found = made_up()  # every operation computes 2e6 in 90 us: 22.2 GOP/s
+    fastest = 2e6 / 9e4 * 1e9
+    assert ceilings(found) == [("f32", 1e13), ("int8", 4e13)]
+    assert ceilings(replace(found, int8_peak=1e9)) == [("f32", 1e13), ("int8", pytest.approx(fastest))]
+    high = replace(found, precision="high")
+    assert ceilings(high) == [("f32", 1e13)]
+    assert ceilings(replace(high, f32_peak=1e9)) == [("f32", pytest.approx(fastest))]
+    assert Elements(html.page(high)).counts["polyline"] == 1
+
+
+def test_names_of_points_do_not_overlap() -> None:
+    """Twelve points in one place, some on the edge: each name has a place of its own, beside no other point."""
+    bounds = (0.0, 0.0, 400.0, 300.0)
+    points = [(200.0 + i % 3, 150.0 + i % 2) for i in range(12)] + [(398.0, 10.0), (2.0, 290.0)]
+    widths = [60.0 + 5 * (i % 4) for i in range(len(points))]
+    places = place_labels(points, widths, 14, bounds)
+    boxes = [(x, y - 7, x + width, y + 7) for (x, y), width in zip(places, widths, strict=True)]
+    assert all(inside(box, bounds) for box in boxes)
+    assert not any(overlap(a, b) for i, a in enumerate(boxes) for b in boxes[:i])
+    assert not any(overlap(box, (x - 5, y - 5, x + 5, y + 5)) for box in boxes for x, y in points)
+    assert place_labels([(100.0, 100.0)], [50.0], 14, bounds) == [(111.0, 100.0)]
 
 
 def test_page_of_a_real_run(found: Profile) -> None:

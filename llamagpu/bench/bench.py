@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import count, groupby, pairwise
 from math import prod
 from pathlib import Path
 
@@ -60,6 +60,19 @@ class BenchOptions:
     warmup: bool = True
     precision: Precision | None = None
     device: str | None = None
+
+
+class Monitor:
+    """Follows a benchmark. A method may raise an error, which ends it."""
+
+    def opened(self, gpu: Gpu, model: "ModelFacts") -> None:
+        """The adapter and the model are known, nothing is loaded."""
+
+    def case_starts(self, case: BenchCase) -> None:
+        """The case is about to run."""
+
+    def run_starts(self, done: int, runs: int) -> None:
+        """A run of the case is about to start; `runs` of about the same length are planned."""
 
 
 # The model
@@ -133,23 +146,25 @@ def bench(
     source: Source,
     cases: Items[BenchCase],
     options: BenchOptions,
-    check: Callable[[], None] = lambda: None,
+    monitor: Monitor | None = None,
     progress: Progress | None = None,
     probe: Probe | None = None,
 ) -> Iterator[Row]:
     """A row for each case of one model. `probe` gets an engine with the options of the first case."""
+    monitor = monitor or Monitor()
     with map_device_lost(), closing(Gpu.open(options.device)) as gpu:
         runs = plan_runs(cases, options, gpu)
         copy = copy_bandwidth(gpu)
         gpu.peak_bytes = gpu.allocated_bytes
         started, compiled = time.perf_counter(), gpu.compile_seconds
         with closing(open_for(source, cases)) as opened:
+            facts = model_facts(opened)
+            monitor.opened(gpu, facts)
             for run in runs:  # before the first row is printed
                 check_memory(opened, resolve(run.options, opened, gpu), gpu)
             loaded = load_model(opened, runs[0].options, gpu=gpu, progress=progress)
             wait_idle(gpu)
             load_s = time.perf_counter() - started - loaded.times.compile_s
-            facts = model_facts(opened)
             engine = loaded.engine
             if probe:
                 probe(engine, copy)  # it may leave the engine unfused
@@ -160,9 +175,9 @@ def bench(
                     compiled = gpu.compile_seconds
                     engine = loaded.another_engine(run.options)
                 for case in run.cases:
-                    check()
+                    monitor.case_starts(case)
                     time.sleep(options.delay)
-                    measured = measure(engine, case, options, check)
+                    measured = measure(engine, case, options, monitor)
                     times = {
                         "load_ns": round(load_s * 1e9),
                         "compile_ns": round((gpu.compile_seconds - compiled) * 1e9),
@@ -182,15 +197,18 @@ class Samples:
     spans: list[list[Span]] = field(default_factory=list)  # submissions of each repetition
 
 
-def measure(engine: Engine, case: BenchCase, options: BenchOptions, check: Callable[[], None]) -> Row:
+def measure(engine: Engine, case: BenchCase, options: BenchOptions, monitor: Monitor) -> Row:
     """Run the case once to warm up, then `repetitions` times."""
     gpu = engine.gpu
     recorder = engine.recorder = TimedRecorder(gpu)
     ids = np.random.default_rng(0).integers(0, engine.config.vocab, case.n_prompt).tolist()
+    first_tokens = (1 if gpu.software else 3) if ids else 0
+    runs = options.repetitions + first_tokens + (1 + bool(ids)) * options.warmup
+    done = count()
 
     def run(most: int) -> float:
         """Seconds of one repetition with at most `most` sampled tokens."""
-        check()
+        monitor.run_starts(next(done), runs)
         sequence = Sequence(ids=[0] * case.start)  # the time does not depend on what the cache holds
         wait_idle(gpu)
         began = time.perf_counter()
@@ -216,7 +234,7 @@ def measure(engine: Engine, case: BenchCase, options: BenchOptions, check: Calla
         samples.spans.append(spans)
         if passes is not None:
             samples.gpu_ns.append(busy_ns(passes))
-    samples.first_token_s = [run(1) for _ in range(1 if gpu.software else 3)] if ids else []
+    samples.first_token_s = [run(1) for _ in range(first_tokens)]
     recorder.take_spans()
     return statistics_of(samples, case.tokens)
 
@@ -252,8 +270,8 @@ def between_tokens(spans: Items[Span]) -> list[float]:
     waited = [span for span in spans if span.done]
     found: list[float] = []
     for before, span in pairwise(waited):
-        count = span.steps // 2  # a token is a step of the model and a step of sampling
-        found += [(span.done - before.done) / count * 1e9] * count
+        tokens = span.steps // 2  # a token is a step of the model and a step of sampling
+        found += [(span.done - before.done) / tokens * 1e9] * tokens
     return found
 
 

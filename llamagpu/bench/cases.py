@@ -27,6 +27,10 @@ class BenchCase:
     n_gen: int
 
     @property
+    def name(self) -> str:
+        return case_name(self.n_prompt, self.n_gen, self.n_depth)
+
+    @property
     def tokens(self) -> int:
         return self.n_prompt + self.n_gen
 
@@ -44,6 +48,12 @@ class BenchCase:
         for start in range(0, self.n_prompt, self.chunk):
             yield min(self.chunk, self.n_prompt - start), self.start + start
         yield from ((1, self.start + self.n_prompt + i) for i in range(self.n_gen))
+
+
+def case_name(n_prompt: int, n_gen: int, n_depth: int) -> str:
+    """As llama-bench names it: pp512, tg128, pp512+tg128 @ d1024."""
+    parts = [f"pp{n_prompt}"] * (n_prompt > 0) + [f"tg{n_gen}"] * (n_gen > 0)
+    return "+".join(parts) + (f" @ d{n_depth}" if n_depth else "")
 
 
 def numbers(texts: Sequence[str], least: int = 0) -> list[int]:
@@ -75,7 +85,10 @@ def make_cases(
     """The cases in llama-bench's order."""
     lengths = [(p, 0) for p in prompts] + [(0, n) for n in gens] + list(pairs)
     settings = product(batches, ubatches, kv_types, depths)
-    return [BenchCase(*setting, *length) for setting in settings for length in lengths if any(length)]
+    cases = [BenchCase(*setting, *length) for setting in settings for length in lengths if any(length)]
+    if not cases:
+        raise BadValue("there is nothing to measure: -p and -n are 0", "give one of them a number of tokens")
+    return cases
 
 
 def positions(cases: Sequence[BenchCase]) -> int:

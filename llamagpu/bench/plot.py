@@ -7,7 +7,8 @@ from typing import Any
 
 from llamagpu.bench.report import Row, test_name
 from llamagpu.errors import LlamaGpuError
-from llamagpu.profile.profile import Profile, totals
+from llamagpu.profile.labels import place_labels
+from llamagpu.profile.profile import Profile, Total, ceilings, computing
 
 AXES = {"n_depth": "tokens in the cache", "n_ubatch": "tokens per step (-ub)", "n_prompt": "prompt tokens"}
 
@@ -21,13 +22,16 @@ def need_matplotlib() -> Any:
 
 
 def plot(rows: Sequence[Row], profiles: Sequence[Profile], path: Path) -> None:
-    figure = need_matplotlib()(figsize=(13, 5.5), layout="constrained")
+    figure = need_matplotlib()(figsize=(13, 5.5), dpi=150, layout="constrained")
     speed, roof = figure.subplots(1, 2)
     speeds(speed, rows)
     roofline(roof, profiles)
     figure.suptitle(f"{rows[0]['adapter']}, {rows[0]['driver']}")
+    figure.draw_without_rendering()  # the layout must be known before names are placed
+    figure.set_layout_engine("none")
+    label_points(roof, profiles)
     try:
-        figure.savefig(path, dpi=150)
+        figure.savefig(path)
     except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the ending
         raise LlamaGpuError(
             f"cannot write {path}: {error}", "give a file name that ends in .png, .svg or .pdf"
@@ -49,7 +53,7 @@ def speeds(axes: Any, rows: Sequence[Row]) -> None:
     if field is None:
         names = [f"{row['model_type']}\n{test_name(row)}" for row in rows]
         axes.bar(names, [row["avg_ts"] for row in rows], yerr=[row["stddev_ts"] for row in rows], capsize=4)
-        axes.tick_params(axis="x", labelsize=8)
+        axes.tick_params(axis="x", labelsize=8, labelrotation=90 if len(rows) > 5 else 0)
         return
     series: dict[str, list[Row]] = {}
     for row in rows:
@@ -72,20 +76,40 @@ def roofline(axes: Any, profiles: Sequence[Profile]) -> None:
     axes.grid(alpha=0.3, which="both")
     for profile in profiles[:1]:
         span = [0.5, 4000.0]
-        for name, peak, style in (("f32", profile.f32_peak, "-"), ("int8", profile.int8_peak, "--")):
+        for (name, peak), style in zip(ceilings(profile), ("-", "--"), strict=False):
             bends = sorted([*span, peak / profile.copy])
-            axes.plot(
-                bends,
-                [min(x * profile.copy, peak) / 1e12 for x in bends],
-                style,
-                color="grey",
-                label=f"{name} roof",
-            )
+            speeds = [min(x * profile.copy, peak) / 1e12 for x in bends]
+            axes.plot(bends, speeds, style, color="grey", label=f"{name} roof")
     for profile in profiles:
-        for phase, marker in zip(profile.phases, "os", strict=False):
-            found = [t for t in totals(phase.timings, "op") if t.flops and t.net_ns]
-            points = [(t.flops / t.bytes, t.flops / t.net_ns / 1e3) for t in found]
-            axes.scatter(*zip(*points, strict=True), marker=marker, label=f"{profile.model}, {phase.name}")
-            for t, point in zip(found, points, strict=True):
-                axes.annotate(t.name.split(" (")[0], point, fontsize=7, xytext=(4, 2), textcoords="offset points")
+        for i, (phase, marker) in enumerate(zip(profile.phases, "os", strict=False)):
+            found = [point(t) for which, t in computing(profile) if which == i]
+            axes.scatter(*zip(*found, strict=True), marker=marker, label=f"{profile.model}, {phase.name}")
     axes.legend(fontsize=7, loc="lower right")
+
+
+def point(total: Total) -> tuple[float, float]:
+    return total.flops / total.bytes, total.flops / total.net_ns / 1e3
+
+
+def label_points(axes: Any, profiles: Sequence[Profile]) -> None:
+    """Name every point of the roofline; a thin line leads to a name that is farther off."""
+    found = [t for profile in profiles for _, t in computing(profile)]
+    if not found:
+        return
+    scale = axes.figure.dpi / 72  # pixels of a point of text
+    names = [t.name.split(" (")[0] for t in found]
+    pixels = [axes.transData.transform(point(t)) for t in found]
+    box = axes.get_window_extent()
+    height = axes.figure.bbox.height  # matplotlib's y grows upwards
+    places = place_labels(
+        [(x, height - y) for x, y in pixels],
+        [4.8 * scale * len(name) for name in names],
+        9 * scale,
+        (box.x0, height - box.y1, box.x1, height - box.y0),
+    )
+    for name, (x, y), (label_x, label_y) in zip(names, pixels, places, strict=True):
+        moved = abs(height - label_y - y) > 1
+        line = {"arrowstyle": "-", "linewidth": 0.5, "color": "grey"} if moved else None
+        offset = ((label_x - x) / scale, (height - label_y - y) / scale)
+        data = axes.transData.inverted().transform((x, y))
+        axes.annotate(name, data, offset, textcoords="offset points", va="center", fontsize=7, arrowprops=line)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from llamagpu.bench.cases import case_name
 from llamagpu.markdown import padded
 
 Row = dict[str, Any]  # a value for every one of FIELDS and SAMPLES
@@ -73,8 +74,7 @@ def shown(row: Row, field: str) -> str:
 
 
 def test_name(row: Row) -> str:
-    parts = [f"pp{row['n_prompt']}"] * (row["n_prompt"] > 0) + [f"tg{row['n_gen']}"] * (row["n_gen"] > 0)
-    return "+".join(parts) + (f" @ d{row['n_depth']}" if row["n_depth"] else "")
+    return case_name(row["n_prompt"], row["n_gen"], row["n_depth"])
 
 
 class Csv:

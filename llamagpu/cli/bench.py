@@ -3,18 +3,17 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from llamagpu.cli import options as o
 from llamagpu.cli.terminal import Usage, interruptible, log, progress_line, status_line, write
+from llamagpu.cli.usage import BenchGroup
 from llamagpu.engine.options import KvType
 
 if TYPE_CHECKING:
@@ -24,35 +23,8 @@ if TYPE_CHECKING:
     from llamagpu.engine.load import Source
     from llamagpu.profile.profile import Profile
 
-# llama-bench's options that have no effect here; each takes a value
-IGNORED_OPTIONS = (
-    "-ngl --n-gpu-layers -t --threads -C --cpu-mask --cpu-strict --poll -ncmoe --n-cpu-moe -sm --split-mode "
-    "-mg --main-gpu -nkvo --no-kv-offload -lm --load-mode -mmp --mmap -dio --direct-io -embd --embeddings "
-    "-ts --tensor-split -ot --override-tensor -nopo --no-op-offload --no-host -fitt --fit-target -fitc "
-    "--fit-ctx --numa --prio -rpc --rpc"
-)
-IGNORED = set(IGNORED_OPTIONS.split())
 FORMATS = ("csv", "json", "jsonl", "md", "sql", "none")
 Names = list[str] | None
-
-
-class BenchGroup(TyperGroup):
-    """Accepts the options of llama-bench that have no effect here, and logs that they are ignored."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        kept, dropped = [], []
-        rest = iter(args)
-        for arg in rest:
-            name = arg.partition("=")[0].replace("_", "-") if arg.startswith("--") else arg
-            if name not in IGNORED:
-                kept.append(arg)
-                continue
-            dropped.append(name)
-            if "=" not in arg:
-                next(rest, None)
-        if dropped:
-            log(f"ignored, because it has no effect here: {' '.join(dict.fromkeys(dropped))}")
-        return super().parse_args(ctx, kept)
 
 
 bench_app = typer.Typer(cls=BenchGroup, invoke_without_command=True, rich_markup_mode=None)
@@ -105,7 +77,9 @@ def bench(
     device: o.DeviceOption = None,
     list_devices: Annotated[bool, typer.Option("--list-devices", help="Print the adapters and end.")] = False,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Repetitions of each case.")] = 5,
-    delay: Annotated[float, typer.Option("--delay", min=0, help="Seconds of rest before each case.")] = 0,
+    delay: Annotated[
+        float, typer.Option("--delay", min=0, callback=o.finite, help="Seconds of rest before each case.")
+    ] = 0,
     no_warmup: Annotated[bool, typer.Option("--no-warmup", help="Do not run each case once to warm up.")] = False,
     progress: Annotated[bool, typer.Option("--progress", help="Print on stderr which case runs.")] = False,
     output: Annotated[str, typer.Option("-o", "--output", help="Output format: csv, json, jsonl, md or sql.")] = "md",
@@ -134,6 +108,7 @@ def bench(
     from llamagpu.bench.bench import BenchOptions
     from llamagpu.bench.bench import bench as measure
     from llamagpu.bench.cases import make_cases, numbers
+    from llamagpu.cli.bench_progress import BenchProgress
 
     cases = make_cases(
         prompts=numbers(n_prompt or ["512"]),
@@ -162,9 +137,9 @@ def bench(
         for source in models:
             status_line(f"{source}: preparing", quiet)
             probe = roofline_probe(source, profiles) if plot else None
-            tick = counting(check, f"{source}: run", quiet)
-            measured = measure(source, cases, options, tick, progress_line("loading", quiet, check), probe)
-            for row in announced(measured, source, len(cases), progress):
+            monitor = BenchProgress(source, cases, repetitions, quiet, progress, check)
+            measured = measure(source, cases, options, monitor, progress_line("loading", quiet, check), probe)
+            for row in measured:
                 status_line("", quiet)
                 for put, printer in printers:  # the first row may raise an error, so the header waits for it
                     put(("" if rows else printer.header()) + printer.row(row))
@@ -183,25 +158,6 @@ def bench(
 def write_err(text: str) -> None:
     if sys.stderr is not None:
         print(text, end="", file=sys.stderr, flush=True)
-
-
-def counting(check: Callable[[], None], label: str, quiet: bool) -> Callable[[], None]:
-    """`check` with a status line that counts the calls. Every repetition of a case calls it; one may take minutes."""
-    runs = count(1)
-
-    def tick() -> None:
-        check()
-        status_line(f"{label} {next(runs)}", quiet)
-
-    return tick
-
-
-def announced(rows: "Iterator[Row]", source: "Source", count: int, wanted: bool) -> "Iterator[Row]":
-    for i in range(count):
-        if wanted:
-            log(f"llamagpu bench: {source}: benchmark {i + 1}/{count}: starting")
-        yield next(rows)
-    next(rows, None)  # frees the memory
 
 
 def roofline_probe(source: "Source", found: "list[Profile]") -> "Probe":
@@ -261,7 +217,7 @@ def sources(model: Names, hf_repo: Names, hf_file: str, synthetic: Names, offlin
     return [*names, *(resolve(spec, progress=not quiet, offline=offline) for spec in specs)]
 
 
-@bench_app.command("kernels")
+@bench_app.command("kernels", short_help="Measure each kernel against its naive baseline.")
 def kernels(
     op: Annotated[
         Names, typer.Option("--op", help="gemm, gemv, loads, norm, fused or attend (default: all of them).")

@@ -2,7 +2,8 @@
 
 import json
 import re
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,12 +12,19 @@ import typer
 
 from llamagpu.cli import options as o
 from llamagpu.cli.terminal import Usage, interruptible, log, progress_line, read_text, write
-from llamagpu.errors import LlamaGpuError
+from llamagpu.errors import DeviceLost, DoesNotFit, LlamaGpuError
 from llamagpu.progress import ByteProgress
 
 if TYPE_CHECKING:
     from llamagpu.convert.convert import Plan
     from llamagpu.convert.source import Source
+
+# Remedies for other commands, and what they are for `convert`
+REMEDIES = {
+    "a GGUF file with -m FILE": "a folder or a file as SOURCE",
+    "give a GGUF file, a name": "give a Hugging Face folder, a GGUF file, a name",
+    "; perplexity also takes a smaller -c (8 or more)": "",
+}
 
 
 class Target(StrEnum):
@@ -94,6 +102,7 @@ def convert(
     if calibrate and not best:
         raise Usage("--calibrate does nothing for --quality fast", "use --quality best")
     with ExitStack() as undo:
+        undo.enter_context(own_remedies())
         check = undo.enter_context(interruptible())
         found = undo.enter_context(closing(open_source(source, not quiet, offline)))
         bar = undo.enter_context(ByteProgress(found.nbytes, shown=not quiet))
@@ -109,6 +118,8 @@ def convert(
         path = output_path(found, target, to, planned, force)
         if not quiet and not bar.shown:
             log(f"converting {found.name} ({found.nbytes / 1e6:,.0f} MB) to {path}")
+        for warning in planned.warnings if not quiet else ():
+            log(f"warning: {warning}")
         remove_stale(path)
         importance = {}
         if texts:
@@ -129,6 +140,20 @@ def convert(
             result.quality = dict(zip(paths, figures, strict=True))
     write(json.dumps(report.as_json(result), indent=1) if as_json else "\n".join(report.lines(result)))
     write("\n")
+
+
+@contextmanager
+def own_remedies() -> Iterator[None]:
+    """Errors of fetching and running a model advise options of `generate`, which `convert` does not have."""
+    try:
+        yield
+    except (DoesNotFit, DeviceLost) as error:
+        error.remedy = "leave out --calibrate and --eval, which run the model, or choose another --device"
+        raise
+    except LlamaGpuError as error:
+        for theirs, ours in REMEDIES.items():
+            error.remedy = error.remedy.replace(theirs, ours)
+        raise
 
 
 def output_path(source: "Source", wanted: str | None, to: str | None, planned: "Plan", force: bool) -> Path:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,19 +17,28 @@ from llamagpu.cli.terminal import (
     has_content,
     interruptible,
     log,
+    log_in_text,
+    on_terminal,
     progress_line,
     read_text,
     write,
 )
+from llamagpu.cli.tokenize import check_bytes
 from llamagpu.engine.options import EngineOptions
 
 if TYPE_CHECKING:
     from llamagpu.engine.sampler import Sampling
     from llamagpu.llama import Generation, Llama, Message
 
+DEFAULT_MODEL = "smollm2"
+LARGER_MODEL = "qwen2.5-1.5b"
+# The text repeats itself if the last WINDOW tokens have fewer than DISTINCT different runs of 4 tokens. The prose of
+# this repository has at least 205, its tables and code at least 102 (SmolLM2's tokens).
+WINDOW, DISTINCT = 256, 48
+
 
 def generate(
-    model: o.ModelOption = "smollm2",
+    model: o.ModelOption = DEFAULT_MODEL,
     hf_repo: o.HfOption = None,
     prompt: o.PromptOption = None,
     file: o.FileOption = None,
@@ -85,11 +94,13 @@ def generate(
             ignore_eos=ignore_eos,
             progress=progress_line("reading prompt", quiet, check),
         )
-        stream(run, check, shown=not as_json)
+        stream(run, check, shown=not as_json, warn=not quiet)
         if as_json:
             write(json.dumps(result(run), ensure_ascii=False) + "\n")
         elif not quiet:
             log(summary(run))
+            if model == DEFAULT_MODEL and not hf_repo and on_terminal():
+                log(f"for better text: llamagpu generate -m {LARGER_MODEL} -p ...")
     if prompt_cache and not prompt_cache_ro:
         save_prompt(run, prompt_cache, quiet)
     if run.finish_reason == "interrupted":
@@ -98,6 +109,7 @@ def generate(
 
 def encode(llama: "Llama", text: str, system: str | None, raw: bool) -> list[int]:
     """The prompt ids: with the chat template for an instruct model, without it for a base model or --raw."""
+    check_bytes(llama.tokenizer, text)
     if not raw and llama.tokenizer.chat_template is not None:
         return llama.encode_chat([*system_message(system), {"role": "user", "content": text}])
     if system:
@@ -122,17 +134,30 @@ def sampling(
     return Sampling(temp, top_k, top_p, min_p, penalty, last_n, seed)
 
 
-def stream(run: "Generation", check: Callable[[], None], shown: bool = True) -> None:
-    """Write each token as it is generated, then one newline. Ctrl-C ends the generation."""
+def stream(run: "Generation", check: Callable[[], None], shown: bool = True, warn: bool = False) -> None:
+    """Write each token as it is generated, then one newline. Ctrl-C ends the generation.
+
+    `warn`: say once on stderr that the text repeats itself.
+    """
     try:
         for token in run:
             if shown and token.text:
                 write(token.text)
             check()
+            if warn and len(run.ids) % 32 == 0 and repeats_itself(run.ids):
+                log_in_text(
+                    "the text repeats itself: try --repeat-penalty 1.1 or a larger model, and -n for its length"
+                )
+                warn = False
     except Interrupted:
         run.finish_reason = "interrupted"
     if shown:
         write("\n")
+
+
+def repeats_itself(ids: Sequence[int]) -> bool:
+    last = ids[-WINDOW:]
+    return len(last) == WINDOW and len(set(zip(last, last[1:], last[2:], last[3:], strict=False))) < DISTINCT
 
 
 def result(run: "Generation") -> dict[str, object]:

@@ -3,13 +3,15 @@
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from llamagpu import __version__
 from llamagpu.cli import measure
 from llamagpu.cli import options as o
+from llamagpu.cli.bench import bench_app
 from llamagpu.cli.chat import chat
 from llamagpu.cli.convert import convert
 from llamagpu.cli.generate import generate
@@ -17,19 +19,43 @@ from llamagpu.cli.models import models_app
 from llamagpu.cli.perplexity import perplexity
 from llamagpu.cli.terminal import Interrupted, log, write
 from llamagpu.cli.tokenize import tokenize
+from llamagpu.cli.usage import RunCommand, usage_error
 from llamagpu.errors import DoesNotFit, LlamaGpuError
+
+# In the order of `--help`. A summary of its own is never cut off.
+SUMMARIES = {
+    "generate": "Generate text from a prompt.",
+    "chat": "Chat with a model.",
+    "models": "List, fetch and remove models by name.",
+    "bench": "Measure tokens per second, as llama-bench does.",
+    "devices": "List the adapters, or the dispatches that run a model.",
+    "convert": "Convert or quantise a checkpoint.",
+    "tokenize": "Convert text to token ids, or back.",
+    "perplexity": "Measure the perplexity of a text.",
+    "profile": "Time every dispatch of a model.",
+    "verify": "Check every kernel on an adapter against float64.",
+}
+
+
+class Commands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(self.commands, key=[*SUMMARIES, *self.commands].index)
+
 
 app = typer.Typer(
     name="llamagpu",
+    cls=Commands,
     help="Run Llama-family GGUF models on any WebGPU adapter.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # Rich takes 0.1 s to import, and its boxes leave 20 columns for the help
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, tokenize, perplexity, convert):
-    app.command()(command)
-app.add_typer(models_app, name="models")
-measure.mount(app)
+for run in (generate, chat, perplexity):
+    app.command(cls=RunCommand, short_help=SUMMARIES[run.__name__])(run)
+for other in (tokenize, convert, measure.profile, measure.verify, measure.devices):
+    app.command(short_help=SUMMARIES[other.__name__])(other)
+for name, group in (("models", models_app), ("bench", bench_app)):
+    app.add_typer(group, name=name, short_help=SUMMARIES[name])
 
 
 def show_version(wanted: bool) -> None:
@@ -68,17 +94,16 @@ def main() -> None:
 
 def report(error: Exception) -> int:
     """Print cause and remedy on stderr and return the exit code."""
+    if hasattr(error, "show") and hasattr(error, "format_message"):  # typer's own, from click or its copy of it
+        error = usage_error(error)
     if isinstance(error, LlamaGpuError):
         if isinstance(error, Interrupted):
             log("interrupted")
         elif error.cause:
             log(f"error: {error.cause}" + (f"\n       {error.remedy}" if error.remedy else ""))
         return error.exit_code
-    if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's own, from click or its copy of it
-        error.show()
-        return int(error.exit_code)
     if isinstance(error, MemoryError):
-        log("error: this machine has no memory left\n       use a smaller model, or a smaller -c or -ub")
+        log("error: this machine has no memory left\n       use a smaller model; smaller -c and -ub need less")
         return DoesNotFit.exit_code
     first = next(iter(str(error).strip().splitlines()), "")
     log(f"error: {type(error).__name__}: {first}\n       this is a bug; --debug shows where")

@@ -1,4 +1,4 @@
-"""The commands that measure and inspect: `bench`, `profile`, `verify`, `devices`."""
+"""The commands that measure and inspect: `profile`, `verify`, `devices`."""
 
 import json
 from contextlib import closing
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llamagpu.cli import options as o
-from llamagpu.cli.bench import SYNTHETIC_HELP, bench_app, choice, sources
+from llamagpu.cli.bench import SYNTHETIC_HELP, choice, sources
 from llamagpu.cli.terminal import check_folder, interruptible, log, progress_line, write
 from llamagpu.engine.options import EngineOptions
 
@@ -17,12 +17,6 @@ if TYPE_CHECKING:
     from llamagpu.engine.load import Source
 
 SyntheticOption = Annotated[str, typer.Option("--synthetic", help=SYNTHETIC_HELP)]
-
-
-def mount(app: typer.Typer) -> None:
-    app.add_typer(bench_app, name="bench")
-    for command in (profile, verify, devices):
-        app.command()(command)
 
 
 def one_source(model: str, hf_repo: str | None, synthetic: str, offline: bool, quiet: bool) -> "Source":

@@ -6,6 +6,7 @@ from typing import Annotated
 from llamagpu.cli import options as o
 from llamagpu.cli.models import find_model, open_model
 from llamagpu.cli.terminal import interruptible, progress_line, read_text, write
+from llamagpu.cli.tokenize import check_bytes
 from llamagpu.engine.options import EngineOptions
 
 
@@ -33,6 +34,7 @@ def perplexity(
     options = EngineOptions(device, ctx_size, kv_type=cache_type, precision=precision)
     with interruptible() as check:
         llama = open_model(path, options, quiet, verbose, check)
+        check_bytes(llama.tokenizer, text)
         found = measure(llama, text, ctx_size, progress_line("chunks", quiet, check))
     if as_json:
         counts = {"tokens": found.tokens, "chunks": found.chunks, "ctx_size": ctx_size}

@@ -55,13 +55,20 @@ def log(text: str) -> None:
         print(("\r\033[K" if on_terminal() else "") + text, file=sys.stderr, flush=True)
 
 
+def log_in_text(text: str) -> None:
+    """Print a line on stderr while a text is being written to stdout, which may be the same terminal."""
+    if on_terminal() and sys.stdout is not None and sys.stdout.isatty():
+        sys.stderr.write("\n")  # `log` clears the line
+    log(text)
+
+
 def on_terminal() -> bool:
-    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def status_line(text: str, quiet: bool) -> None:
     """Show a line on stderr that the next one replaces, on a terminal only. An empty text clears it."""
-    if not quiet and sys.stderr is not None and on_terminal():
+    if not quiet and on_terminal():
         sys.stderr.write(f"\r\033[K{text}")
         sys.stderr.flush()
 

@@ -2,12 +2,15 @@
 
 import json
 from contextlib import closing
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from llamagpu.cli import options as o
 from llamagpu.cli.models import find_model
 from llamagpu.cli.terminal import Usage, read_text, write
-from llamagpu.errors import error_context
+from llamagpu.errors import LlamaGpuError, error_context
+
+if TYPE_CHECKING:
+    from llamagpu.files.tokenizer import Tokenizer
 
 
 def tokenize(
@@ -34,8 +37,18 @@ def tokenize(
         if decode:
             write(tokenizer.decode_bytes(parse_ids(text), special=not no_special))
         else:
+            check_bytes(tokenizer, text)
             ids = tokenizer.encode(text, bos=False if no_bos else None, special=not no_special)
             write(json.dumps(ids) + "\n")
+
+
+def check_bytes(tokenizer: "Tokenizer", text: str) -> None:
+    """Refuse a text with bytes that the vocabulary has no token for: they would be dropped."""
+    for i, letter in enumerate(text):
+        if "\udc80" <= letter <= "\udcff" and not tokenizer.encode(letter, bos=False):
+            offset = len(text[:i].encode("utf-8", "surrogateescape"))
+            cause = f"byte {offset} of the text is 0x{ord(letter) - 0xDC00:02x}, which this model has no token for"
+            raise LlamaGpuError(cause, "give UTF-8 text; `iconv` converts other encodings")
 
 
 def parse_ids(text: str) -> list[int]:

@@ -37,6 +37,7 @@ FILE_TYPES = {
     "Q4_1": LlamaFileType.MOSTLY_Q4_1,
     "Q8_0": LlamaFileType.MOSTLY_Q8_0,
 }
+FOUR_BITS = ("Q4_0", "Q4_1")
 OUTPUT_TENSORS = ("output.weight", "token_embd.weight")  # --keep-output is for these
 
 
@@ -45,6 +46,7 @@ class Plan:
     ggml_types: dict[str, str]  # of every tensor
     packed: bool
     notes: list[str]  # for the user
+    warnings: list[str] = field(default_factory=list)  # for the user, before the work begins
 
 
 @dataclass(slots=True)
@@ -127,7 +129,23 @@ def plan(source: Source, to: str | None, keep_output: str = "q8_0", packed: bool
     wide = [n for n in OUTPUT_TENSORS if types.get(n) == "Q8_0" and source.tensors[n].shape[1] % group]
     if wide and main not in ("Q8_0", "F16"):
         notes.append(f"{wide[0]} is Q8_0: its rows do not divide into {output}'s groups of {group}")
-    return Plan(types, packed, notes)
+    return Plan(types, packed, notes, requantised(source, types))
+
+
+def requantised(source: Source, types: dict[str, str]) -> list[str]:
+    """A warning if weights of few bits are rounded again: Q4_1 to Q4_0 adds 22 % to the perplexity of SmolLM2."""
+    raw = {name: tensor.raw.ggml_type for name, tensor in source.tensors.items() if tensor.raw}
+    again = [name for name, old in raw.items() if types[name] != old and few_bits(old) and types[name] in FOUR_BITS]
+    if not again:
+        return []
+    old, new = raw[again[0]], types[again[0]]
+    lost = f"{len(again)} matrices are {old} already: rounding them again to {new} loses quality"
+    return [f"{lost}; convert the original instead, or use --to packed, which keeps them"]
+
+
+def few_bits(ggml_type: str) -> bool:
+    weights, size = BLOCKS[ggml_type]
+    return 8 * size / weights < 8  # Q8_0 has 8.5, and is close enough to the original
 
 
 def tensor_type(tensor: Tensor, main: str, output: str, keep_raw: bool) -> str:
@@ -173,7 +191,7 @@ def convert(
     losses = (write_packed if plan.packed else write_gguf)(job, out, progress)
     seconds = time.perf_counter() - started
     size = out.stat().st_size
-    return Report(source.name, str(out), source.nbytes, size, seconds, list(plan.notes), losses)
+    return Report(source.name, str(out), source.nbytes, size, seconds, plan.warnings + plan.notes, losses)
 
 
 # Models that exist only while the command runs

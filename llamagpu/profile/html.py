@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from llamagpu.profile.profile import Phase, Profile, Total, totals
+from llamagpu.profile.labels import Box, place_labels
+from llamagpu.profile.profile import Phase, Profile, Total, ceilings, computing, totals
 from llamagpu.profile.report import COLUMNS, cells
 
 # A colour for each category of operations: distinct for colour-blind readers, legible on white and on black
@@ -18,6 +19,7 @@ CATEGORIES = {
     "other": "#999999",
 }
 WIDTH = 960
+LETTER_WIDTH, TEXT_HEIGHT = 7.0, 14.0  # of names at 12 px, with a margin
 STYLE = """
 :root { color-scheme: light dark;
   --ink: #1b1f24; --soft: #656d76; --line: #d0d7de; --page: #ffffff; --band: #f6f8fa; }
@@ -51,8 +53,9 @@ def page(profile: Profile) -> str:
         f"a copy reaches {si(profile.copy, 'B/s')}, f32 multiply-adds {si(profile.f32_peak, 'FLOP/s')}, "
         f"packed int8 products {si(profile.int8_peak, 'OP/s')} here.</p>",
         "<h2>Roofline</h2>",
-        "<p>Linears and attention: operations per byte that must be moved against speed. The slope is the "
-        "copy, the two ceilings are f32 and packed int8 arithmetic, all three measured in this run.</p>",
+        "<p>Linears and attention: operations per byte that must be moved against speed. The slope is the speed of a "
+        "copy; a point above it reads from a cache. A ceiling is the arithmetic measured in this run, or the fastest "
+        "operation where that is faster.</p>",
         roofline(profile),
     ]
     for phase in profile.phases:
@@ -131,17 +134,13 @@ def nice(value: float) -> float:
     return next(step * power for step in (1, 2, 4, 8, 10) if step * power >= value)
 
 
-def points(profile: Profile) -> list[tuple[int, Total]]:
-    """(number of the phase, operation) of everything that computes."""
-    return [(i, t) for i, p in enumerate(profile.phases) for t in totals(p.timings, "op") if t.flops and t.net_ns]
-
-
 def roofline(profile: Profile) -> str:
     """A chart with two logarithmic axes."""
-    found = points(profile)
+    found = computing(profile)
     if not found:
         return ""
-    peak = max(profile.f32_peak, profile.int8_peak)
+    roofs = ceilings(profile)
+    peak = max(roof for _, roof in roofs)
     xs = [t.flops / t.bytes for _, t in found]
     ys = [t.flops / t.net_ns * 1e9 for _, t in found]
     x0, x1 = math.floor(math.log10(min(xs))), math.ceil(math.log10(max(*xs, peak / profile.copy)))
@@ -165,8 +164,8 @@ def roofline(profile: Profile) -> str:
         f'<text x="{left + width / 2}" y="{top + height + 38}" text-anchor="middle">'
         "operations per byte; upwards: per second</text>"
     )
-    roofs = (("f32", profile.f32_peak, ""), ("int8", profile.int8_peak, ' stroke-dasharray="6 4"'))
-    for name, roof, dash in roofs:
+    label_y = -math.inf  # of the last ceiling
+    for (name, roof), dash in reversed([*zip(roofs, ("", ' stroke-dasharray="6 4"'), strict=False)]):
         knee = min(max(roof / profile.copy, 10.0**x0), 10.0**x1)
         start = max(10.0**x0, 10.0**y0 / profile.copy)
         end = to_pixels(10.0**x1, roof)
@@ -175,18 +174,19 @@ def roofline(profile: Profile) -> str:
             for x, y in (to_pixels(start, min(start * profile.copy, roof)), to_pixels(knee, roof), end)
         )
         elements.append(f'<polyline class="roof" points="{line}"{dash}/>')
-        x, y = end
-        elements.append(f'<text class="name" x="{x + 6:.1f}" y="{y + 4:.1f}">{name} {si(roof, "OP/s")}</text>')
+        label_y = max(label_y + TEXT_HEIGHT, end[1] + 4)
+        elements.append(f'<text class="name" x="{end[0] + 6:.1f}" y="{label_y:.1f}">{name} {si(roof, "OP/s")}</text>')
     centres = [to_pixels(x, y) for x, y in zip(xs, ys, strict=True)]
-    return svg(top + height + 48, "Roofline", elements + marks(found, centres, left + width * 0.6)) + names_of(profile)
+    bounds = (left, top - 8, left + width, top + height)
+    return svg(top + height + 48, "Roofline", elements + marks(found, centres, bounds)) + names_of(profile)
 
 
-def marks(found: Sequence[tuple[int, Total]], centres: Sequence[tuple[float, float]], middle: float) -> list[str]:
-    """A circle for each operation of the first phase, a square for the second; names do not overlap."""
+def marks(found: Sequence[tuple[int, Total]], centres: Sequence[tuple[float, float]], bounds: Box) -> list[str]:
+    """A circle for each operation of the first phase, a square for the second. A line leads to a name farther off."""
     shapes, names = [], []
-    taken: list[tuple[float, float]] = []
-    for (which, t), (x, y) in sorted(zip(found, centres, strict=True), key=lambda row: row[1][1]):
-        op = t.name.split(" (")[0]
+    ops = [t.name.split(" (")[0] for _, t in found]
+    places = place_labels(centres, [LETTER_WIDTH * len(op) for op in ops], TEXT_HEIGHT, bounds)
+    for (which, t), op, (x, y), (label_x, label_y) in zip(found, ops, centres, places, strict=True):
         rates = f"{si(t.flops / t.net_ns * 1e9, 'OP/s')}, {t.bytes / t.net_ns:.1f} GB/s"
         tooltip = f"<title>{escape(f'{t.name}: {rates}, {t.flops / t.bytes:.3g} operations per byte')}</title>"
         paint = f'fill="{CATEGORIES[category(op)]}" stroke="var(--page)"'
@@ -194,11 +194,10 @@ def marks(found: Sequence[tuple[int, Total]], centres: Sequence[tuple[float, flo
             shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" {paint}>{tooltip}</circle>')
         else:
             shapes.append(f'<rect x="{x - 5.5:.1f}" y="{y - 5.5:.1f}" width="11" height="11" {paint}>{tooltip}</rect>')
-        while any(abs(y - b) < 13 and abs(x - a) < 110 for a, b in taken):
-            y += 2
-        taken.append((x, y))
-        side, shift = ("start", 11) if x < middle else ("end", -11)
-        names.append(f'<text class="name" x="{x + shift:.1f}" y="{y + 4:.1f}" text-anchor="{side}">{escape(op)}</text>')
+        if abs(label_y - y) > 1:
+            end = label_x - 2 if label_x > x else label_x + LETTER_WIDTH * len(op) + 2
+            names.append(f'<line class="grid" x1="{x:.1f}" y1="{y:.1f}" x2="{end:.1f}" y2="{label_y:.1f}"/>')
+        names.append(f'<text class="name" x="{label_x:.1f}" y="{label_y + 4:.1f}">{escape(op)}</text>')
     return names + shapes
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from llamagpu.engine.decode import decode_steps
 from llamagpu.engine.engine import Engine
 from llamagpu.engine.model import BufferModel
-from llamagpu.engine.options import KvType
+from llamagpu.engine.options import KvType, Precision
 from llamagpu.engine.routes import Attention, Inputs, Linear, Prologue, RowWise
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import Segment
@@ -113,6 +113,22 @@ def totals(timings: Iterable[DispatchTiming], by: str) -> list[Total]:
     if by == "layer":
         return sorted(rows, key=lambda t: (t.name == "-", int(t.name) if t.name != "-" else 0))
     return sorted(rows, key=lambda t: -t.net_ns)
+
+
+def computing(profile: Profile) -> list[tuple[int, Total]]:
+    """(number of the phase, operation) of everything that computes: the points of a roofline."""
+    return [(i, t) for i, p in enumerate(profile.phases) for t in totals(p.timings, "op") if t.flops and t.net_ns]
+
+
+def ceilings(profile: Profile) -> list[tuple[str, float]]:
+    """Name and operations/s of the roofline's ceilings: int8 only where the model computes in it.
+
+    A kernel that is faster than the measured peak of its arithmetic raises the ceiling.
+    """
+    reached = max((t.flops / t.net_ns * 1e9 for _, t in computing(profile)), default=0.0)
+    if profile.precision != Precision.FAST:
+        return [("f32", max(profile.f32_peak, reached))]
+    return [("f32", profile.f32_peak), ("int8", max(profile.int8_peak, reached))]
 
 
 def profile(engine: Engine, name: str, n_prompt: int, n_gen: int, depth: int, copy: float | None = None) -> Profile:
