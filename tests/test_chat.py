@@ -356,10 +356,11 @@ class Terminal:
         self.control, tty = pty.openpty()
         fcntl.ioctl(tty, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         folders = {"HOME": str(home), "XDG_STATE_HOME": str(home)}
+        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "llamagpu", *map(str, args)],
             **{name: tty for name in ("stdin", "stdout", "stderr")},
-            env={**os.environ, "TERM": "xterm", "NO_COLOR": "", **folders, **env},
+            env={**inherited, "TERM": "xterm", "NO_COLOR": "", **folders, **env},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C reaches it
         )

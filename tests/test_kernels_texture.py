@@ -190,9 +190,8 @@ def test_rms_norm(any_gpu, name):
     y, step = guarded_texture(gpu, 4, 76), Steps(gpu)
     step.write(*segments)
     on_device = upload_rows(gpu, x), upload_rows(gpu, weight)
-    dispatch = Ops(gpu, step.buffer).rms_norm(*on_device, y, 76, 1e-5, 3, last_rows, routes.TEXTURE_NORM)
-    if len(segments) > 1:  # ops give the grid of one
-        dispatch = replace(dispatch, grid=(len(segments), 1, 1))
+    rows = len(segments) if last_rows else 3
+    dispatch = Ops(gpu, step.buffer).rms_norm(*on_device, y, 76, 1e-5, rows, last_rows, routes.TEXTURE_NORM)
     run(gpu, [dispatch], 3)
     ends = np.cumsum([len(seg.tokens) for seg in segments])
     want = rms_norm(x[ends - 1] if last_rows else x, weight, 1e-5)
