@@ -213,6 +213,18 @@ def test_sample_as_the_host_does(any_gpu, vocab, s):
     assert (after.other_slots == UNTOUCHED).all()
 
 
+@pytest.mark.parametrize("vocab", [296, 9001])
+def test_sample_where_many_logits_are_equal(any_gpu, vocab):
+    """More equal logits, and more runs with equal largest logits, than the kernel keeps: the best stays among them."""
+    logits, s = np.zeros((1, vocab), np.float32), replace(SAMPLINGS[1], seed=7)
+    equal = [sample_on(any_gpu, logits, [s], [segment(1, 10, 1)], 16).tokens.tolist() for _ in range(2)]
+    assert equal[0] == equal[1] and max(equal[0][0]) < 128  # the first ones, so that a seed gives the same text
+    for best in (0, vocab // 2, vocab - 1):
+        logits[:] = 0
+        logits[0, best] = 60
+        assert (sample_on(any_gpu, logits, [s], [segment(1, 10, 1)], 16).tokens == best).all()
+
+
 def test_sample_of_each_segment(any_gpu):
     """Two sequences with different parameters and logits."""
     logits = (3 * random("segments").standard_normal((2, 9001))).astype(np.float32)

@@ -47,6 +47,12 @@ fn total(own: u32, index: u32) -> u32 {  // sum over the workgroup, for all invo
   workgroupBarrier();
   return sum;
 }
+fn total_so_far() -> u32 {  // of what the workgroup has counted, for all invocations
+  workgroupBarrier();
+  let sum = atomicLoad(&count);
+  workgroupBarrier();
+  return sum;
+}
 fn best_of_run(run: u32) -> vec2<u32> {
   var top = vec2<u32>(0u, run * CANDIDATE_ROWS);
   for (var i = run * CANDIDATE_ROWS; i < min((run + 1u) * CANDIDATE_ROWS, VOCAB); i++) { let k = logit_key(i); if (k > top.x) { top = vec2<u32>(k, i); } }
@@ -120,7 +126,15 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   }
   let zeroed = total(0u, index);  // resets the counter
   for (var i = index; i < CANDIDATES; i += WORKGROUP) {
-    if (candidate_key(i) >= run_threshold) { let entry = atomicAdd(&count, 1u); if (entry < MAX_TOP_K) { runs[entry] = i; } }
+    if (candidate_key(i) > run_threshold) { runs[min(atomicAdd(&count, 1u), MAX_TOP_K - 1u)] = i; }
+  }
+  let better_runs = total_so_far();  // fewer than k, unless all are taken; equal ones fill the rest
+  for (var i = index; i < CANDIDATES; i += WORKGROUP) {
+    if (candidate_key(i) == run_threshold) { let entry = atomicAdd(&count, 1u); if (entry < MAX_TOP_K) { runs[entry] = i; } }
+  }
+  if (total_so_far() > MAX_TOP_K && index == 0u) {  // the first of them, so that a seed always gives the same text
+    var entry = better_runs;
+    for (var i = 0u; entry < MAX_TOP_K; i++) { if (candidate_key(i) == run_threshold) { runs[entry] = i; entry += 1u; } }
   }
   workgroupBarrier();
   let in_runs = min(atomicLoad(&count), MAX_TOP_K) * CANDIDATE_ROWS;
@@ -138,7 +152,21 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   for (var i = index; i < in_runs; i += WORKGROUP) {
     let t = runs[i / CANDIDATE_ROWS] * CANDIDATE_ROWS + i % CANDIDATE_ROWS;
     let key_t = logit_key(min(t, VOCAB - 1u));
-    if (t < VOCAB && key_t >= token_threshold) { let entry = atomicAdd(&count, 1u); if (entry < MAX_KEPT) { found[entry] = vec2<u32>(key_t, t); } }
+    if (t < VOCAB && key_t > token_threshold) { found[min(atomicAdd(&count, 1u), MAX_KEPT - 1u)] = vec2<u32>(key_t, t); }
+  }
+  let better = total_so_far();  // fewer than k; equal ones fill the rest
+  for (var i = index; i < in_runs; i += WORKGROUP) {
+    let t = runs[i / CANDIDATE_ROWS] * CANDIDATE_ROWS + i % CANDIDATE_ROWS;
+    if (t < VOCAB && logit_key(min(t, VOCAB - 1u)) == token_threshold) {
+      let entry = atomicAdd(&count, 1u);
+      if (entry < MAX_KEPT) { found[entry] = vec2<u32>(token_threshold, t); }
+    }
+  }
+  if (total_so_far() > MAX_KEPT && index == 0u) {
+    var entry = better;
+    for (var t = 0u; entry < MAX_KEPT && t < VOCAB; t++) {
+      if (logit_key(t) == token_threshold) { found[entry] = vec2<u32>(token_threshold, t); entry += 1u; }
+    }
   }
   workgroupBarrier();
   let n = min(atomicLoad(&count), MAX_KEPT);
