@@ -70,7 +70,8 @@ def decode(engine: "Engine", sequence: Sequence, greedy: bool, most: int | None 
     finally:
         recorder.drain()
         for result, _ in pending:
-            result.wait()
+            if not engine.gpu.closed:  # a generation may be dropped after the model was closed
+                result.wait()
 
 
 def decode_steps(engine: "Engine", position: int, count: int, sample: Plan) -> list[Step]:
