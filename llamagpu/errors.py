@@ -15,7 +15,12 @@ class LlamaGpuError(Exception):
     def __init__(self, cause: str, remedy: str = "") -> None:
         super().__init__(cause)
         self.cause = cause
+        self.advise(remedy)
+
+    def advise(self, remedy: str) -> None:
+        """Set the remedy, which tracebacks show as a note."""
         self.remedy = remedy
+        self.__notes__ = [remedy] if remedy else []
 
 
 class BadArgument(LlamaGpuError, ValueError):

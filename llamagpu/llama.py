@@ -186,6 +186,7 @@ class Llama:
             self.loaded.close()
 
     def __enter__(self) -> "Llama":
+        self._check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -658,9 +659,9 @@ def token_ids(name: str, values: object) -> list[int]:
 
 def stop_strings(stop: object) -> tuple[str, ...]:
     texts = [stop] if isinstance(stop, str) else stop
-    valid = isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)
-    check_argument("stop", stop, valid, "a str, or a list of them")
-    return tuple(text for text in texts if text)  # type: ignore[attr-defined]
+    valid = isinstance(texts, list | tuple) and all(isinstance(text, str) and text for text in texts)
+    check_argument("stop", stop, valid, "a str, or a list of them; none may be empty")
+    return tuple(texts)  # type: ignore[arg-type]
 
 
 def check_messages(messages: object) -> None:

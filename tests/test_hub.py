@@ -31,7 +31,7 @@ FLIPPED = GGUF[:-1] + bytes([GGUF[-1] ^ 1])
 TINY = WheelModel(
     package="fake-tiny",
     version="1.0",
-    wheel_bytes=len(GGUF),
+    wheel_bytes=len(GGUF) // 2,  # compressed
     file="tiny.gguf",
     file_bytes=len(GGUF),
     sha256=hashlib.sha256(GGUF).hexdigest(),
@@ -152,6 +152,7 @@ def test_catalogue():
         Sampling(**entry.sampling)
         assert not entry.sampling or "temperature" in entry.sampling
     smollm2 = CATALOGUE[registry.DEFAULT]
+    assert [e.name for e in CATALOGUE.values() if e.status == "tried"] == [smollm2.name]
     assert smollm2.runs and smollm2.wheel and smollm2.wheel.file_bytes == smollm2.file_bytes
 
 
@@ -163,7 +164,7 @@ def test_models_md_lists_the_catalogue():
         _, title, file, source, *rest = rows[entry.name]
         assert title == entry.title and file == f"{entry.quant}, {size(entry.file_bytes)}"
         assert (entry.wheel.package if entry.wheel else entry.repo) in source
-        assert rest == [entry.licence, str(entry.context), "yes |" if entry.runs else "not yet |"]
+        assert rest == [entry.licence, str(entry.context), f"{entry.status} |"]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ def test_architecture_that_does_not_run(monkeypatch):
     for call in (registry.pull, registry.resolve):
         with pytest.raises(Unsupported, match="new has the architecture mamba, which llamagpu does not run yet") as e:
             call("new")
-        assert e.value.exit_code == 4 and "llamagpu models" in e.value.remedy
+        assert e.value.exit_code == 4 and CATALOGUE[re.match(r"try (.+?); ", e.value.remedy)[1]].runs
 
 
 # --- wheels ------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def test_pull_list_path_remove(wheels, capfd):
         registry.path("tiny")
     file = registry.resolve("tiny")
     out, err = capfd.readouterr()
-    assert out == "" and err.count("\n") == 1 and "fetching tiny (3 MB" in err
+    assert out == "" and err.count("\n") == 1 and "fetching tiny (3 MB, once)" in err
     assert file.read_bytes() == GGUF
     assert cached() == ["tiny.gguf"]
     assert listed() == registry.path("tiny") == file

@@ -3,6 +3,7 @@
 import itertools
 import signal
 import time
+import traceback
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
@@ -16,7 +17,7 @@ from test_hostile_files import MODEL, MUTATIONS
 from test_hostile_files import encode as encode_gguf
 
 from llamagpu import Llama, Sampling, Token
-from llamagpu.errors import DoesNotFit, LlamaGpuError, NumericCheckFailed
+from llamagpu.errors import BadArgument, DoesNotFit, LlamaGpuError, NumericCheckFailed, WrongState
 
 GREEDY = Sampling(temperature=0)
 # Where texts are compared whose tokens were read by prefill here and by decode there: rounding must not decide.
@@ -99,7 +100,21 @@ def test_of_two_stop_strings_the_one_that_is_whole_first(llama):
 
 def test_what_looks_like_a_stop_string_but_is_none_comes_out(llama):
     whole = text_of(llama).text
-    assert text_of(llama, stop=[whole[5:9] + "\0", whole[-3:] + "more", ""]).text == whole
+    assert text_of(llama, stop=[whole[5:9] + "\0", whole[-3:] + "more"]).text == whole
+
+
+def test_a_closed_llama_cannot_be_entered_again(path, gpu):
+    with Llama(path, device=gpu, context=64) as llama:
+        pass
+    with pytest.raises(WrongState, match="is closed"), llama:
+        pass
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""]])
+def test_an_empty_stop_string_is_refused(llama, stop):
+    with pytest.raises(BadArgument, match=r"^stop is ") as raised:
+        llama.generate(PROMPT, stop=stop)
+    assert "none may be empty" in "".join(traceback.format_exception_only(raised.value))  # the remedy, too
 
 
 def test_the_end_token_ends(path, tmp_path, gpu):

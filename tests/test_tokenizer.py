@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from package_data import english_text, vectors, vocabulary
 
-from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
+from llamagpu.errors import BadArgument, BadFile, LlamaGpuError, Unsupported
 from llamagpu.files.gguf_file import GgufFile
 from llamagpu.files.tokenizer import BYTE_LETTERS, PATTERN_OF, SPACE, Tokenizer
 
@@ -355,7 +355,7 @@ def test_bytes_without_a_token() -> None:
 def test_ids_outside_the_vocabulary() -> None:
     tokenizer = Tokenizer.from_gguf(small_bpe())
     for id in (-1, 263, 1 << 40):
-        with pytest.raises(LlamaGpuError, match="not in the vocabulary"):
+        with pytest.raises(BadArgument, match="not in the vocabulary"):
             tokenizer.decode([id])
 
 

@@ -71,8 +71,8 @@ class Monitor:
     def case_starts(self, case: BenchCase) -> None:
         """The case is about to run."""
 
-    def run_starts(self, done: int, runs: int) -> None:
-        """A run of the case is about to start; `runs` of about the same length are planned."""
+    def run_starts(self, stage: str, done: int, runs: int) -> None:
+        """A run of the case is about to start; `runs` of about the same length are planned, warm-ups included."""
 
 
 # The model
@@ -206,9 +206,9 @@ def measure(engine: Engine, case: BenchCase, options: BenchOptions, monitor: Mon
     runs = options.repetitions + first_tokens + (1 + bool(ids)) * options.warmup
     done = count()
 
-    def run(most: int) -> float:
+    def run(most: int, stage: str) -> float:
         """Seconds of one repetition with at most `most` sampled tokens."""
-        monitor.run_starts(next(done), runs)
+        monitor.run_starts(stage, next(done), runs)
         sequence = Sequence(ids=[0] * case.start)  # the time does not depend on what the cache holds
         wait_idle(gpu)
         began = time.perf_counter()
@@ -223,18 +223,18 @@ def measure(engine: Engine, case: BenchCase, options: BenchOptions, monitor: Mon
     # the first token is sampled from the present logits; each further one takes a step
     most = case.n_gen + 1 if case.n_gen else 0
     if options.warmup:
-        warm_up(gpu, lambda: run(most))
+        warm_up(gpu, lambda: run(most, "warm-up"))
         if ids:
-            run(1)
+            run(1, "warm-up")
     recorder.take_spans()
     samples = Samples()
-    for _ in range(options.repetitions):
-        samples.wall_s.append(run(most))
+    for i in range(options.repetitions):
+        samples.wall_s.append(run(most, f"run {i + 1} of {options.repetitions}"))
         spans, passes = recorder.take_spans()
         samples.spans.append(spans)
         if passes is not None:
             samples.gpu_ns.append(busy_ns(passes))
-    samples.first_token_s = [run(1) for _ in range(first_tokens)]
+    samples.first_token_s = [run(1, "first token") for _ in range(first_tokens)]
     recorder.take_spans()
     return statistics_of(samples, case.tokens)
 

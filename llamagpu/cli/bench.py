@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from llamagpu.cli import options as o
 from llamagpu.cli.terminal import Usage, interruptible, log, progress_line, status_line, write
 from llamagpu.cli.usage import BenchGroup
 from llamagpu.engine.options import KvType
+from llamagpu.errors import LlamaGpuError
 
 if TYPE_CHECKING:
     from llamagpu.bench.bench import Probe
@@ -78,7 +80,7 @@ def bench(
     list_devices: Annotated[bool, typer.Option("--list-devices", help="Print the adapters and end.")] = False,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Repetitions of each case.")] = 5,
     delay: Annotated[
-        float, typer.Option("--delay", min=0, callback=o.finite, help="Seconds of rest before each case.")
+        float, typer.Option("--delay", callback=o.finite(0), help="Seconds of rest before each case.")
     ] = 0,
     no_warmup: Annotated[bool, typer.Option("--no-warmup", help="Do not run each case once to warm up.")] = False,
     progress: Annotated[bool, typer.Option("--progress", help="Print on stderr which case runs.")] = False,
@@ -205,12 +207,17 @@ def kv_types(k: Names, v: Names) -> list[KvType | None]:
 
 def sources(model: Names, hf_repo: Names, hf_file: str, synthetic: Names, offline: bool, quiet: bool) -> "list[Source]":
     """The synthetic models, then the files, fetched if necessary. The default is smollm2."""
-    from llamagpu.engine.synthetic import parse
+    from llamagpu.engine.synthetic import SHAPES, parse
     from llamagpu.hub.registry import resolve
 
     names = split(synthetic)
-    for name in names:
-        parse(name)
+    for spec in names:
+        try:
+            parse(spec)
+        except LlamaGpuError as error:
+            name = spec.partition(":")[0]
+            near = [] if name in SHAPES else get_close_matches(name, SHAPES, n=1)
+            raise Usage(error.cause, f"did you mean {near[0]}?" if near else error.remedy) from error
     specs = split(model) + [f"hf:{repo}/{hf_file}" if hf_file else f"hf:{repo}" for repo in split(hf_repo)]
     if not specs and not names:
         specs = ["smollm2"]

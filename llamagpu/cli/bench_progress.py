@@ -47,10 +47,10 @@ class BenchProgress(Monitor):
         elif not self.quiet and not on_terminal():
             log(self.label)
 
-    def run_starts(self, done: int, runs: int) -> None:
+    def run_starts(self, stage: str, done: int, runs: int) -> None:
         self.check()
         left = time_left(time.perf_counter() - self.started, done, runs)
-        status_line(f"{self.label}, run {done + 1} of {max(runs, done + 1)}{left}", self.quiet)
+        status_line(f"{self.label}, {stage}{left}", self.quiet)
 
     @property
     def label(self) -> str:

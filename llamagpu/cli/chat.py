@@ -12,7 +12,7 @@ from llamagpu.engine.options import EngineOptions
 
 
 def chat(
-    model: o.ModelOption = "smollm2",
+    model: o.SampledModelOption = "smollm2",
     hf_repo: o.HfOption = None,
     system: o.SystemOption = None,
     predict: o.PredictOption = -1,

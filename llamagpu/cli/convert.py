@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Remedies for other commands, and what they are for `convert`
 REMEDIES = {
-    "a GGUF file with -m FILE": "a folder or a file as SOURCE",
+    "use a GGUF file by its path": "give a folder or a file as SOURCE",
     "give a GGUF file, a name": "give a Hugging Face folder, a GGUF file, a name",
     "; perplexity also takes a smaller -c (8 or more)": "",
 }
@@ -105,19 +105,20 @@ def convert(
         undo.enter_context(own_remedies())
         check = undo.enter_context(interruptible())
         found = undo.enter_context(closing(open_source(source, not quiet, offline)))
-        bar = undo.enter_context(ByteProgress(found.nbytes, shown=not quiet))
+        size = found.file_bytes
+        bar = undo.enter_context(ByteProgress(size, shown=not quiet))
 
         def progress(name: str, done: int, total: int) -> None:
             check()
             if name:
-                bar.update(name, done)
+                bar.update(name, done * size // max(1, total))
             else:
                 bar.close()
 
         planned = plan(found, to, keep_output, packed=Path(target or "").suffix == ".safetensors")
         path = output_path(found, target, to, planned, force)
         if not quiet and not bar.shown:
-            log(f"converting {found.name} ({found.nbytes / 1e6:,.0f} MB) to {path}")
+            log(f"converting {found.name} ({size / 1e6:,.0f} MB) to {path}")
         for warning in planned.warnings if not quiet else ():
             log(f"warning: {warning}")
         remove_stale(path)
@@ -138,7 +139,8 @@ def convert(
             line = progress_line("evaluating", quiet, check)
             figures = measuring.compare(list(paths.values()), texts["eval"], line, device, context, most=chunks)
             result.quality = dict(zip(paths, figures, strict=True))
-    write(json.dumps(report.as_json(result), indent=1) if as_json else "\n".join(report.lines(result)))
+    told = () if quiet else planned.warnings
+    write(json.dumps(report.as_json(result), indent=1) if as_json else "\n".join(report.lines(result, told)))
     write("\n")
 
 
@@ -148,11 +150,11 @@ def own_remedies() -> Iterator[None]:
     try:
         yield
     except (DoesNotFit, DeviceLost) as error:
-        error.remedy = "leave out --calibrate and --eval, which run the model, or choose another --device"
+        error.advise("leave out --calibrate and --eval, which run the model, or choose another --device")
         raise
     except LlamaGpuError as error:
         for theirs, ours in REMEDIES.items():
-            error.remedy = error.remedy.replace(theirs, ours)
+            error.advise(error.remedy.replace(theirs, ours))
         raise
 
 

@@ -38,7 +38,7 @@ WINDOW, DISTINCT = 256, 48
 
 
 def generate(
-    model: o.ModelOption = DEFAULT_MODEL,
+    model: o.SampledModelOption = DEFAULT_MODEL,
     hf_repo: o.HfOption = None,
     prompt: o.PromptOption = None,
     file: o.FileOption = None,
@@ -74,6 +74,8 @@ def generate(
 ) -> None:
     """Generate text from -p, -f or standard input and stream it to stdout."""
     text = read_text(prompt, file)
+    if stop and "" in stop:
+        raise Usage("--stop has no text", "give the text to end before, or leave --stop out")
     if prompt_cache_ro and not prompt_cache:
         raise Usage("--prompt-cache-ro is given without a file", "name it with --prompt-cache FILE")
     if prompt_cache and not prompt_cache_ro:

@@ -1,5 +1,6 @@
 """Finds and opens the model of a command, and the `models` commands."""
 
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,7 +75,10 @@ def models(context: typer.Context, debug: o.DebugOption = False) -> None:
 
 @models_app.command("list")
 def models_list(debug: o.DebugOption = False) -> None:
-    """List the models that have a name: size, whether it is fetched, whether it runs."""
+    """List the models that have a name.
+
+    The status: tried (by the developers), should run (its architecture does), or not yet.
+    """
     from llamagpu.hub.catalogue import CATALOGUE
 
     print_models(CATALOGUE.values())
@@ -98,11 +102,15 @@ def models_search(
 
 
 def print_models(entries: "Iterable[Entry]") -> None:
-    from llamagpu.hub.registry import list_models
+    """A line for each, after a heading on a terminal."""
+    from llamagpu.hub.registry import DEFAULT, list_models
 
+    rows = [("name", "size", "fetched", "status", "model")] if sys.stdout and sys.stdout.isatty() else []
     for m in list_models(entries):
-        fetched, runs = "fetched" if m.path else "-", "runs" if m.entry.runs else "not yet"
-        write(f"{m.entry.name:<16}{size(m.entry.file_bytes):>8}  {fetched:<9}{runs:<9}{m.entry.title}\n")
+        fetched, default = "fetched" if m.path else "-", " (default)" if m.entry.name == DEFAULT else ""
+        rows.append((m.entry.name, size(m.entry.file_bytes), fetched, m.entry.status, m.entry.title + default))
+    for name, file_size, fetched, status, title in rows:
+        write(f"{name:<16}{file_size:>8}  {fetched:<9}{status:<12}{title}\n")
 
 
 def size(count: int) -> str:
@@ -127,7 +135,7 @@ def models_info(name: o.NameArgument, debug: o.DebugOption = False) -> None:
         "context": f"{entry.context} tokens",
         "architecture": entry.architecture,
         "sampling": " ".join(f"--{key} {value}" for key, value in options.items()) or "its maker suggests none",
-        "runs": "yes" if entry.runs else "not yet",
+        "status": entry.status,
         "fetched": str(fetched(entry) or "no"),
     }
     for key, value in fields.items():

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,10 +23,20 @@ def set_debug(wanted: bool) -> None:
         os.environ["LLAMAGPU_DEBUG"] = "1"
 
 
-def finite(value: float) -> float:
-    if not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is not a finite number")
-    return value
+def finite(least: float) -> Callable[[float], float]:
+    """A callback that refuses numbers below `least`, infinity and NaN, which `min` lets through or names otherwise."""
+
+    def check(value: float) -> float:
+        if not least <= value < math.inf:
+            raise typer.BadParameter(f"{value:g}: it must be a finite number from {least:g} up")
+        return value
+
+    return check
+
+
+def by_model(text: str, default: float) -> dict[str, Any]:
+    """The help of an option whose default `use_suggested_sampling` sets."""
+    return {"help": f"{text} (default: the model's, else {default:g}).", "show_default": False}
 
 
 def complete_name(incomplete: str) -> list[tuple[str, str]]:
@@ -59,13 +70,14 @@ def forget_suggested_sampling(context: typer.Context, repo: str | None) -> str |
     return repo
 
 
-# is_eager: before the options whose defaults the model sets.
-ModelOption = Annotated[
+MODEL_HELP = "Model: a GGUF file, a name (`llamagpu models`), or hf:user/repo[:QUANT]."
+ModelOption = Annotated[str, option("-m", "--model", help=MODEL_HELP, autocompletion=complete_model)]
+SampledModelOption = Annotated[
     str,
     option(
         *("-m", "--model"),
-        help="Model: a GGUF file, a name (`llamagpu models`; its suggested sampling applies), or hf:user/repo[:QUANT].",
-        is_eager=True,
+        help=MODEL_HELP.replace("models`)", "models`; its suggested sampling applies)"),
+        is_eager=True,  # before the options whose defaults the model sets
         callback=use_suggested_sampling,
         autocompletion=complete_model,
     ),
@@ -103,23 +115,29 @@ PredictOption = Annotated[
 ContextOption = Annotated[
     int, option("-c", "--ctx-size", min=0, help="Context length in tokens; 0: grows with the text, up to the model's.")
 ]
-TempOption = Annotated[float, option("--temp", min=0, callback=finite, help="Sampling temperature; 0: greedy.")]
-TopKOption = Annotated[int, option("--top-k", min=0, help="Sample from the k likeliest tokens; 0: from all.")]
+TempOption = Annotated[float, option("--temp", callback=finite(0), **by_model("Sampling temperature; 0: greedy", 0.8))]
+TopKOption = Annotated[int, option("--top-k", min=0, **by_model("Sample from the k likeliest tokens; 0: from all", 40))]
 TopPOption = Annotated[
     float,
     option(
-        "--top-p", min=0, max=1, help="Sample from the likeliest tokens that together have this probability; 1: all."
+        "--top-p",
+        min=0,
+        max=1,
+        **by_model("Sample from the likeliest tokens that together have this probability; 1: all", 0.95),
     ),
 ]
 MinPOption = Annotated[
     float,
     option(
-        "--min-p", min=0, max=1, help="Exclude tokens below this fraction of the likeliest one's probability; 0: none."
+        "--min-p",
+        min=0,
+        max=1,
+        **by_model("Exclude tokens below this fraction of the likeliest one's probability; 0: none", 0.05),
     ),
 ]
 PenaltyOption = Annotated[
     float,
-    option("--repeat-penalty", min=0.01, callback=finite, help="Penalty on tokens of the recent text; 1: none."),
+    option("--repeat-penalty", callback=finite(0.01), **by_model("Penalty on tokens of the recent text; 1: none", 1)),
 ]
 LastNOption = Annotated[
     int, option("--repeat-last-n", min=0, help="Number of recent tokens that the penalty applies to.")

@@ -31,8 +31,9 @@ HELP = """\
 /load FILE          continue a saved conversation
 /stats              times and speeds of the last answer
 /tokens             how much of the context the conversation takes
-/exit               end"""
+/exit               end; also /quit, /bye"""
 COMMANDS = [line.split()[0] for line in HELP.splitlines()]
+ALIASES = {"/quit": "/exit", "/bye": "/exit"}
 WITH_TEXT = ("/edit", "/system", "/set", "/save", "/load")
 INTEGERS = ("top_k", "repeat_last_n", "seed", "max_tokens")
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed", "max_tokens")
@@ -40,6 +41,15 @@ SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_
 
 def turns(count: int) -> str:
     return "1 turn" if count == 1 else f"{count} turns"
+
+
+@contextmanager
+def command_errors() -> Iterator[None]:
+    """A command that fails does not end a piped chat, as any other error of a file would."""
+    try:
+        yield
+    except LlamaGpuError as error:
+        raise Usage(error.cause, error.remedy) from error
 
 
 class Frontend(Protocol):
@@ -109,9 +119,10 @@ class Repl:
 
     def handle(self, text: str) -> None:
         """Run a command, or answer a message. An unknown command is a message if a blank precedes it."""
-        name = next(iter(text.split(maxsplit=1)), "").lower()
+        word = next(iter(text.split(maxsplit=1)), "").lower()
+        name = ALIASES.get(word, word)
         if name in COMMANDS:
-            rest = text.strip()[len(name) :].strip()
+            rest = text.strip()[len(word) :].strip()
             if rest and name not in WITH_TEXT:
                 raise Usage(f"{name} takes no text", f"write {name} alone")
             getattr(self, "do_" + name[1:])(rest)
@@ -157,6 +168,8 @@ class Repl:
             self.say("stopped before there was an answer: the message was taken back")
         if repeats_itself(run.ids):
             self.say("the answer repeats itself: try /set repeat_penalty 1.1, then /regenerate")
+        if run.finish_reason == "length" and self.frontend.interactive:
+            self.say(f"(cut at {len(run.ids)} tokens; /set max_tokens)")
         self.stats = summary(run)
         if self.verbose or run.finish_reason == "context":
             log(self.stats)
@@ -246,12 +259,14 @@ class Repl:
     def do_save(self, text: str) -> None:
         self.last()
         path = self.path("/save", text)
-        self.conversation.save(path)
+        with command_errors():
+            self.conversation.save(path)
         self.say(f"saved in {path}: {turns(len(self.conversation.turns))}")
 
     def do_load(self, text: str) -> None:
         path = self.path("/load", text)
-        self.conversation = Conversation.load(path)
+        with command_errors():
+            self.conversation = Conversation.load(path)
         self.told_shift = False
         self.say(f"loaded from {path}: {turns(len(self.conversation.turns))}")
 

@@ -1,6 +1,7 @@
 """What typer parses: llama.cpp's options that have no effect here, and usage errors in our words."""
 
 import re
+import sys
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -95,11 +96,13 @@ def usage_error(error: Any) -> Usage:
     reason = error.message
     for pattern, ours in WORDS:
         reason = re.sub(pattern, ours, reason)
-    name = next((name for name in param.opts if name.startswith("--")), param.opts[0])
+    typed = {arg.partition("=")[0] for arg in sys.argv}
+    name = min(param.opts, key=lambda name: (name not in typed, not name.startswith("--")))
     source = context.get_parameter_source(param.name) if context else None
     if source is not None and source.name == "ENVIRONMENT":
         name = str(param.envvar)
     cause = error.__cause__  # pydantic's, with the value; click puts the value into the message
     value = str(cause.errors()[0]["input"]) if hasattr(cause, "errors") else ""
     given = "" if not value or repr(value) in reason else f" {value if value.isprintable() else repr(value)}"
-    return Usage(f"{name}{given}: {reason}", remedy)
+    colon = "" if ": it must" in reason else ":"  # `options.finite` names the value, too
+    return Usage(f"{name}{given}{colon} {reason}", remedy)

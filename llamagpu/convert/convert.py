@@ -191,7 +191,7 @@ def convert(
     losses = (write_packed if plan.packed else write_gguf)(job, out, progress)
     seconds = time.perf_counter() - started
     size = out.stat().st_size
-    return Report(source.name, str(out), source.nbytes, size, seconds, plan.warnings + plan.notes, losses)
+    return Report(source.name, str(out), source.file_bytes, size, seconds, plan.warnings + plan.notes, losses)
 
 
 # Models that exist only while the command runs

@@ -35,7 +35,7 @@ DERIVED = re.compile(r"rotary_emb\.inv_freq$|masked_bias$")  # arrays that follo
 def from_folder(folder: Path, name: str = "") -> Source:
     config = read_json(folder / "config.json")
     if not config:
-        raise BadFile(f"{folder} has no config.json", "Give a Hugging Face model folder, or a .gguf file.")
+        raise BadFile(f"{folder} has no config.json", "give a Hugging Face model folder, or a .gguf file")
     with malformed_json("config.json"):
         record = find_architecture(config)
         metadata = read_metadata(config, record, name or folder.name)

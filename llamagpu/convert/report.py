@@ -1,7 +1,7 @@
 """The report of a conversion, as lines of text and as JSON."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +10,8 @@ from llamagpu.convert.convert import Report
 WORST = 5  # tensors shown
 
 
-def lines(report: Report) -> Iterator[str]:
+def lines(report: Report, told: Collection[str] = ()) -> Iterator[str]:
+    """The lines of text, without the notes that the user was `told` before."""
     before, after = report.bytes_before / 1e6, report.bytes_after / 1e6
     types = Counter(loss.ggml_type for loss in report.tensors)
     yield f"{report.source} -> {report.output}"
@@ -21,7 +22,7 @@ def lines(report: Report) -> Iterator[str]:
     yield f"error    {report.nmse:.3g} of the weights' squares{'; most in' if worst else ''}"
     yield from (f"         {loss.nmse:.3g} {loss.ggml_type} {loss.name}" for loss in worst)
     yield from quality_lines(report)
-    yield from (f"note     {note}" for note in report.notes)
+    yield from (f"note     {note}" for note in report.notes if note not in told)
 
 
 def quality_lines(report: Report) -> Iterator[str]:

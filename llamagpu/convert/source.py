@@ -58,6 +58,10 @@ class Source:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
+    def file_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+    @property
     def quantised(self) -> list[QuantisedMatrix]:
         return [tensor.quantised for tensor in self.tensors.values() if tensor.quantised]
 

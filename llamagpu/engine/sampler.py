@@ -18,9 +18,11 @@ class Sampling:
 
     >>> Sampling(temperature=0).greedy  # the likeliest token, always
     True
-    >>> Sampling(top_p=2)
-    Traceback (most recent call last):
-    llamagpu.errors.BadArgument: top_p is 2
+    >>> try:
+    ...     Sampling(top_p=2)
+    ... except ValueError as error:
+    ...     print(f"{error}; {error.remedy}")
+    top_p is 2; give a number from 0 to 1
     """
 
     temperature: float = 0.8  # 0: the likeliest token
@@ -32,13 +34,15 @@ class Sampling:
     seed: int | None = None  # None: a new one each time
 
     def __post_init__(self) -> None:
-        from_0, whole, share = "a number from 0 up", "a whole number from 0 up", "a number from 0 to 1"
+        from_0, whole, share = "a finite number from 0 up", "a whole number from 0 up", "a number from 0 to 1"
         penalty, seed = self.repeat_penalty, self.seed
         check_argument("temperature", self.temperature, is_number(self.temperature, 0), from_0)
         check_argument("top_k", self.top_k, is_whole(self.top_k, 0), f"{whole}; 0: all tokens")
         check_argument("top_p", self.top_p, is_number(self.top_p, 0, 1), share)
         check_argument("min_p", self.min_p, is_number(self.min_p, 0, 1), share)
-        check_argument("repeat_penalty", penalty, is_number(penalty, 0) and penalty > 0, "a number above 0; 1: none")
+        check_argument(
+            "repeat_penalty", penalty, is_number(penalty, 0) and penalty > 0, "a finite number above 0; 1: none"
+        )
         check_argument("repeat_last_n", self.repeat_last_n, is_whole(self.repeat_last_n, 0), whole)
         check_argument("seed", seed, seed is None or is_whole(seed, 0), f"{whole}, or None for a new one each time")
 

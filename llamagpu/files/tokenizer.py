@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
+from llamagpu.errors import BadArgument, BadFile, Unsupported
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # values of tokenizer.ggml.token_type that matter here
 CACHED_WORDS = 1 << 15  # 100 KB of English has about 5,000 different words
@@ -206,7 +206,7 @@ class Tokenizer:
         if id is None:
             return ""
         if not 0 <= id < self.vocab_size:
-            raise LlamaGpuError(f"token id {id} is not in the vocabulary", f"Ids go from 0 to {self.vocab_size - 1}.")
+            raise BadArgument(f"token id {id} is not in the vocabulary", f"ids go from 0 to {self.vocab_size - 1}")
         return self._tokens[id]
 
     def token_bytes(self, id: int) -> bytes:

@@ -42,10 +42,15 @@ class Entry:
     sampling: SuggestedSampling  # from the maker's model card or generation_config.json; {}: they publish none
     aliases: tuple[str, ...] = ()
     wheel: WheelModel | None = None  # the default quant comes from here instead of the repository
+    tried: bool = False  # by the developers
 
     @property
     def runs(self) -> bool:
         return self.architecture in ARCHITECTURES
+
+    @property
+    def status(self) -> str:
+        return "tried" if self.tried else "should run" if self.runs else "not yet"
 
     @property
     def hub_spec(self) -> str:
@@ -75,7 +80,8 @@ CATALOGUE = {
     entry.name: entry
     for entry in (
         Entry(DEFAULT, "SmolLM2 135M Instruct", "bartowski/SmolLM2-135M-Instruct-GGUF", "Q4_1",
-              SMOLLM2_135M.file_bytes, "Apache-2.0", 8192, "llama", SMOLLM2, ("smollm2-135m",), SMOLLM2_135M),
+              SMOLLM2_135M.file_bytes, "Apache-2.0", 8192, "llama", SMOLLM2, ("smollm2-135m",), SMOLLM2_135M,
+              tried=True),
         Entry("smollm2-360m", "SmolLM2 360M Instruct", "bartowski/SmolLM2-360M-Instruct-GGUF", "Q4_K_M",
               270_590_880, "Apache-2.0", 8192, "llama", SMOLLM2),
         Entry("smollm2-1.7b", "SmolLM2 1.7B Instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF", "Q4_K_M",
@@ -168,6 +174,13 @@ def suggest(spec: str) -> list[str]:
     near = near or [name for letters, name in titles.items() if letters in text]
     near = near or [known[letters] for letters in get_close_matches(text, known, cutoff=0.8)]
     return list(dict.fromkeys(near))
+
+
+def runs_instead(entry: Entry) -> str:
+    """The name of a model that should run, the one most like the name of an entry that does not."""
+    from difflib import get_close_matches
+
+    return get_close_matches(entry.name, [e.name for e in CATALOGUE.values() if e.runs], n=1, cutoff=0)[0]
 
 
 def _letters(name: str) -> str:

@@ -139,7 +139,7 @@ def _cached(wanted: HubSpec) -> Path:
     if not names:
         raise LlamaGpuError(
             f"hf:{wanted.repo} has not been fetched yet",
-            "fetch it once with a network, or give a GGUF file with -m FILE",
+            "fetch it once with a network, or use a GGUF file by its path",
         )
     return snapshot / select_files(wanted, names)[0]
 
@@ -219,5 +219,5 @@ def _explain(repo: str, error: Exception) -> LlamaGpuError:
     else:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         cause = f"cannot fetch hf:{repo}: {reason}"
-        remedy = "check the network and HF_ENDPOINT, or give a GGUF file with -m FILE"
+        remedy = "check the network and HF_ENDPOINT, or use a GGUF file by its path"
     return LlamaGpuError(cause, remedy)

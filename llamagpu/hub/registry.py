@@ -19,7 +19,7 @@ from pathlib import Path
 
 from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
 from llamagpu.files.atomic import atomic_write
-from llamagpu.hub.catalogue import CATALOGUE, Entry, WheelModel, find, suggest
+from llamagpu.hub.catalogue import CATALOGUE, Entry, WheelModel, find, runs_instead, suggest
 from llamagpu.hub.catalogue import DEFAULT as DEFAULT
 from llamagpu.hub.huggingface import cached_files, fetch_from_hub, remove_from_cache
 from llamagpu.progress import ByteProgress
@@ -32,7 +32,7 @@ class Listed:
 
 
 MODEL_SUFFIXES = (".gguf", ".safetensors", ".bin")
-REMEDY_FILE = "or give a GGUF file with -m FILE"
+REMEDY_FILE = "or use a GGUF file by its path"
 REMEDY_INDEX = f"try again, or from another package index, {REMEDY_FILE}"
 REMEDY_SPACE = "free some space, or set LLAMAGPU_CACHE to a folder on another disk"
 
@@ -57,7 +57,7 @@ def resolve(spec: str, *, progress: bool = True, offline: bool = False) -> Path:
 def _resolve_name(entry: Entry, quant: str, progress: bool, offline: bool) -> Path:
     if not entry.runs:
         cause = f"{entry.name} has the architecture {entry.architecture}, which llamagpu does not run yet"
-        raise Unsupported(cause, "`llamagpu models` shows which models run")
+        raise Unsupported(cause, f"try {runs_instead(entry)}; `llamagpu models` shows which models should run")
     if offline:
         return _on_this_machine(entry, quant)
     if wheel := _wheel(entry, quant):
@@ -236,7 +236,7 @@ def _download(model: WheelModel, scratch: Path, shown_as: str) -> Path:
         subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT) as pip,
     ):
         try:
-            _watch(pip, scratch, model.wheel_bytes, shown_as)
+            _watch(pip, scratch, model, shown_as)
         except BaseException:
             pip.kill()
             raise
@@ -246,8 +246,9 @@ def _download(model: WheelModel, scratch: Path, shown_as: str) -> Path:
     return wheels[0]
 
 
-def _watch(pip: "subprocess.Popen[bytes]", scratch: Path, total: int, shown_as: str) -> None:
-    """Wait for pip and show how much it has downloaded."""
+def _watch(pip: "subprocess.Popen[bytes]", scratch: Path, model: WheelModel, shown_as: str) -> None:
+    """Wait for pip and show how much it has downloaded, in bytes of the model's file: the wheel is compressed."""
+    total = model.file_bytes
     with ByteProgress(total, shown=bool(shown_as), transient=False) as bar:
         if not bar.shown:
             if shown_as:
@@ -255,7 +256,8 @@ def _watch(pip: "subprocess.Popen[bytes]", scratch: Path, total: int, shown_as: 
             pip.wait()
             return
         while pip.poll() is None:
-            bar.update(f"fetching {shown_as}", min(total, _bytes_in(scratch)))  # pip's last step is a second copy
+            share = min(1, _bytes_in(scratch) / model.wheel_bytes)  # pip's last step is a second copy
+            bar.update(f"fetching {shown_as}", int(share * total))
             time.sleep(0.1)
         if pip.returncode == 0:
             bar.update(f"fetching {shown_as}", total)
@@ -293,7 +295,9 @@ def _pip_error(model: WheelModel, log: str) -> LlamaGpuError:
             f"point pip at one that has it (`pip config list` shows the one in use), {REMEDY_FILE}",
         )
     errors = [line for line in log.splitlines() if line.startswith("ERROR:")] or log.split("\n")[-2:] or [""]
-    return LlamaGpuError(f"pip cannot fetch {what}: {errors[0].removeprefix('ERROR:').strip()}", REMEDY_FILE)
+    return LlamaGpuError(
+        f"pip cannot fetch {what}: {errors[0].removeprefix('ERROR:').strip()}", f"try again, {REMEDY_FILE}"
+    )
 
 
 def _extract(model: WheelModel, wheel: Path, target: Path) -> None:
