@@ -4,9 +4,9 @@ r"""Runs command lines in a pseudo-terminal and writes what they print to sessio
 `llamagpu` in them runs this checkout. The README's session was recorded with:
 
 scripts/readme/record.py \
-    "llamagpu with its default model (SmolLM2-135M) on two busy CPU cores, no GPU; waits are shortened" \
-    'llamagpu generate -p "Why is the sky blue?" -n 64 --temp 0' \
-    'echo "What is a GPU? Answer in one sentence." | llamagpu generate --temp 0 -q'
+    "llamagpu with its default model (SmolLM2-135M) on two CPU cores, no GPU; waits are shortened" \
+    'llamagpu generate -p "Explain what a GPU is in one sentence." -n 64 --temp 0' \
+    'echo "What is water made of? Answer in one sentence." | llamagpu generate --temp 0 -q'
 """
 
 import fcntl
