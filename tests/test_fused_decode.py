@@ -79,8 +79,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@PRECISIONS
-@pytest.mark.parametrize("name", MODELS)
+# Each in one precision, two in both: a fused kernel takes ten seconds to compile on a CPU.
+BOTH = ("2 heads per KV head", "mixed")
+CASES = [(n, p) for i, n in enumerate(MODELS) for p in Precision if n in BOTH or (p is Precision.FAST) == (i % 2 == 0)]
+
+
+@pytest.mark.parametrize("name, precision", CASES)
 def test_fused_decode(fused_gpu, tmp_path, name, precision):
     path, fast = tiny_llama(tmp_path / "m.gguf", **MODELS[name]), precision is Precision.FAST
     kv_type = KvType.F32 if name == "biases" or not fast else KvType.F16
@@ -93,8 +97,7 @@ def test_fused_decode(fused_gpu, tmp_path, name, precision):
 LACKING = (("0.attn_q", "0.attn_k", "0.attn_v"), ("0.attn_output",), ("1.ffn_down",))
 
 
-@pytest.mark.parametrize("zeros", [True, False], ids=["zeros", "absent"])
-@pytest.mark.parametrize("lacking", LACKING, ids=lambda names: names[0])
+@pytest.mark.parametrize("lacking, zeros", [(LACKING[0], True), *((names, False) for names in LACKING)])
 def test_a_bias_that_some_layers_lack(fused_gpu, tmp_path, lacking, zeros):
     keys, tensors = tiny_parts(**SHAPE | dict(biases=True, ggml_type="Q8_0"))
     for name in lacking:
@@ -147,12 +150,12 @@ def test_inputs_that_workgroup_memory_does_not_hold(fused_gpu, tmp_path):
 
 
 def test_a_long_context_is_split_and_merged(fused_gpu, tmp_path):
-    """More splits with every 32 positions, then 64 and 128; unfused decode gives the same."""
-    path = tiny_llama(tmp_path / "m.gguf", **SHAPE, context=4096)
-    fused, unfused = (load_one(fused_gpu, path, context=2304, chunk=256) for _ in range(2))
+    """More splits with every 32 positions, then 64; unfused decode gives the same."""
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE, context=1024)
+    fused, unfused = (load_one(fused_gpu, path, context=1024, chunk=256) for _ in range(2))
     assert isinstance(unfused.model, BufferModel)
     unfused.model.unfuse()
-    for count in (31, 1, 1, 90, 1, 500, 1, 1600, 1):  # up to 17 splits
+    for count in (31, 1, 1, 90, 1, 500, 1):  # up to 10 splits
         ids = token_ids(count, seed=count)
         got, want = fused.logits_after(ids), unfused.logits_after(ids)
         if count == 1:
