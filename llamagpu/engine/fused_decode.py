@@ -152,10 +152,10 @@ class FusedDecode:
     def dispatches(self) -> list[Dispatch]:
         """One kernel, or as few as bindings allow. Layers of different storage share one if it can bind them all."""
         found = self.kernels(self.same_storage)
-        limit = self.gpu.caps.storage_buffers
-        if not self.same_storage and any(d.source.count("var<storage") > limit for d in found):
-            return self.kernels(same_storage=True)
-        return found
+        return found if self.same_storage or self.can_bind(found) else self.kernels(same_storage=True)
+
+    def can_bind(self, dispatches: Sequence[Dispatch]) -> bool:
+        return all(d.source.count("var<storage") <= self.gpu.caps.storage_buffers for d in dispatches)
 
     def kernels(self, same_storage: bool) -> list[Dispatch]:
         """One kernel for each run of layers whose KV cache and norms share bindings.
@@ -290,13 +290,13 @@ class FusedDecode:
         for grid, same_storage in product(routes.grid_sizes(self.config.dim, self.gpu.caps), (False, True)):
             self.grid, self.same_storage = grid, same_storage
             dispatches = self.dispatches()
-            if (sources := [dispatch.source for dispatch in dispatches]) in probed:
+            if (sources := [dispatch.source for dispatch in dispatches]) in probed or not self.can_bind(dispatches):
                 continue
             probed.append(sources)
             self.gpu.write(self.barrier, np.array([0, 0, PROBE_SPIN_LIMIT, 0], np.uint32))
             try:
                 recorder.submit([Step(Plan(dispatches))])
-            except wgpu.GPUError:  # the driver refuses so large a kernel, or so many bindings
+            except wgpu.GPUError:  # the driver refuses so large a kernel
                 continue
             passed = all(
                 np.array_equal(*barrier_litmus_test(self.gpu, grid, self.barrier, litmus_table, seed))
