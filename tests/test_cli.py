@@ -643,6 +643,7 @@ def test_interrupt_during_the_imports(module, tmp_path):
     """No traceback, whichever import Ctrl-C meets."""
     code = (
         "import os, runpy, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job of a shell ignores it
         "class Finder:\n"
         "    def find_spec(self, name, *_):\n"
         f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"

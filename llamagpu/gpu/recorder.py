@@ -56,17 +56,23 @@ class Step(NamedTuple):
 
 
 class Pending:
-    """A small buffer that is being read back from the device."""
+    """A small buffer that is being read back from the device.
+
+    `in_flight` keeps it alive until it has been waited for, also when a Ctrl-C ends the wait, and when the generation
+    that waits is garbage in a reference cycle: Python would free the staging buffer first.
+    """
 
     def __init__(self, gpu: Gpu, staging: Any, submission: "Future[Any]") -> None:
         self.gpu, self.staging, self.submission = gpu, staging, submission
+        self.status, self.info = ffi.new("int *", -1), ffi.new("WGPUBufferMapCallbackInfo *")
+        if staging is not None:
+            in_flight.add(self)
 
     def wait(self) -> NDArray[np.uint32]:
         """The buffer's words, once the submission that wrote it has completed; later submissions may still run."""
         handle, size = self.staging._internal, self.staging.size
         index = self.submission.result()
-        status, info = ffi.new("int *", -1), ffi.new("WGPUBufferMapCallbackInfo *")
-        waiting[self] = status, info  # kept alive until the callback has run, also when a Ctrl-C ends the wait
+        status, info = self.status, self.info
         info.mode = lib.WGPUCallbackMode_AllowProcessEvents
         info.callback = on_mapped
         info.userdata1 = status
@@ -76,7 +82,7 @@ class Pending:
             lib.wgpuDevicePoll(self.gpu.device._internal, block, index if block else ffi.NULL)
             if not block and status[0] < 0:
                 time.sleep(5e-5)
-        del waiting[self]
+        in_flight.remove(self)
         if status[0] != lib.WGPUMapAsyncStatus_Success:
             raise DeviceLost(f"results could not be read back (map status {status[0]})", REMEDY_RETRY)
         mapped = ffi.buffer(lib.wgpuBufferGetConstMappedRange(handle, 0, size), size)
@@ -96,7 +102,7 @@ def on_interrupt(error_type: Any, error: BaseException, trace: Any) -> None:
 
 
 interrupts: list[BaseException] = []
-waiting: dict[Pending, Any] = {}
+in_flight: set[Pending] = set()
 
 
 @ffi.callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)", onerror=on_interrupt)  # type: ignore[untyped-decorator]
