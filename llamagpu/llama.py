@@ -1,21 +1,20 @@
 """The public API: load a model, chat, complete text, embed it."""
 
-import operator
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import numpy as np
-import wgpu
 from numpy.typing import NDArray
 
+from llamagpu.arguments import check_messages, stop_strings, token_ids
 from llamagpu.engine import prompt_cache
 from llamagpu.engine.load import LoadedModel, LoadTimes, elapsed, load_model, open_source
 from llamagpu.engine.memory import MemoryPlan
@@ -24,7 +23,6 @@ from llamagpu.engine.sampler import Sampling, host_sampler, log_softmax, need_fi
 from llamagpu.engine.sequence import Sequence as TokenSequence
 from llamagpu.errors import (
     BadArgument,
-    DeviceLost,
     DoesNotFit,
     LlamaGpuError,
     WrongState,
@@ -34,9 +32,10 @@ from llamagpu.errors import (
 )
 from llamagpu.files.config import ModelConfig
 from llamagpu.files.tokenizer import StreamDecoder, Tokenizer
-from llamagpu.gpu.device import Gpu
+from llamagpu.gpu.device import Gpu, map_device_lost
 from llamagpu.hub.catalogue import suggested_sampling
 from llamagpu.hub.registry import resolve
+from llamagpu.results import Completion, Logprob, Timings, Token, Usage
 
 Progress = Callable[[int, int], None]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -72,60 +71,6 @@ def load(
     suggested = suggested_sampling(model) if isinstance(model, str) else None
     llama.sampling = Sampling(**(suggested or {}))
     return llama
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """The log probability of a token, before penalties, temperature and filters."""
-
-    id: int
-    text: str  # of this token alone
-    logprob: float
-    top: tuple["Logprob", ...] = ()  # the likeliest tokens in its place, the likeliest first
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    id: int
-    text: str  # text that this token completes: may be empty, or the text of several tokens
-    logprob: Logprob | None = None  # with `logprobs`
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int  # an end token included
-    cached_tokens: int  # prompt tokens that were in the KV cache
-
-
-@dataclass(slots=True)
-class Timings:
-    prompt_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens taken from the KV cache or a prompt cache file
-    prefill_s: float = 0.0
-    first_token_s: float = 0.0  # from the call to the first token
-    tokens: int = 0
-    decode_s: float = 0.0  # from the first token to the last
-
-    @property
-    def prefill_tps(self) -> float:
-        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s else 0.0
-
-    @property
-    def decode_tps(self) -> float:
-        return (self.tokens - 1) / self.decode_s if self.decode_s and self.tokens > 1 else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What `Llama.chat` and `Llama.complete` return."""
-
-    text: str
-    finish_reason: str  # stop: end token or stop string; length: max_tokens; context: the context is full
-    usage: Usage
-    ids: tuple[int, ...]
-    logprobs: tuple[Logprob, ...]  # one for each id, with `logprobs`; else none
-    timings: Timings
 
 
 class Llama:
@@ -456,18 +401,6 @@ class Llama:
         return tokens
 
 
-@contextmanager
-def map_device_lost() -> Iterator[None]:
-    """Raise DeviceLost if the device is lost: wgpu has no exception for it."""
-    try:
-        yield
-    except wgpu.GPUError as error:
-        if "lost" not in str(error):
-            raise
-        cause = "the device went away while it was working (driver reset, sleep, or out of memory)"
-        raise DeviceLost(cause, "try again; a smaller -c or -ub asks less of it") from error
-
-
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Generation(Iterator[Token]):
     """An iterator over new tokens. It computes them as they are asked for.
@@ -581,7 +514,7 @@ def new_ids(
     llama: Llama,
     prompt_ids: list[int],
     max_tokens: int,
-    sampled: Callable[[], Iterator[int]],
+    sampled: Callable[[], Generator[int, None, None]],
     times: Timings,
     progress: Progress | None,
 ) -> Generator[int, None, None]:
@@ -601,17 +534,18 @@ def new_ids(
         times.prefill_s = time.perf_counter() - start
         return
     first = start
-    for id in sampled():
-        now = time.perf_counter()
-        if not times.tokens:
-            first = now
-            times.prefill_s = times.first_token_s = now - start
-        times.tokens += 1
-        times.decode_s = now - first
-        yield id
+    with closing(sampled()) as ids:  # some Pythons keep a for loop's iterator when the generator is closed
+        for id in ids:
+            now = time.perf_counter()
+            if not times.tokens:
+                first = now
+                times.prefill_s = times.first_token_s = now - start
+            times.tokens += 1
+            times.decode_s = now - first
+            yield id
 
 
-def sampled_ids(llama: Llama, prompt_ids: list[int], max_tokens: int, sampling: Sampling) -> Iterator[int]:
+def sampled_ids(llama: Llama, prompt_ids: list[int], max_tokens: int, sampling: Sampling) -> Generator[int, None, None]:
     """Continue the sequence, on the device if its kernel can."""
     engine, sequence = llama.loaded.engine, llama.sequence
     most = None if max_tokens < 0 else max_tokens
@@ -627,7 +561,7 @@ def sampled_ids(llama: Llama, prompt_ids: list[int], max_tokens: int, sampling: 
 
 def scored_ids(
     llama: Llama, prompt_ids: list[int], sampling: Sampling, top: int, logprobs: list[Logprob]
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Continue the sequence on the host, and append the log probabilities of each token."""
     sample, tokenizer = host_sampler(sampling, prompt_ids), llama.tokenizer
 
@@ -644,35 +578,6 @@ def scored_ids(
         return id
 
     return llama.loaded.engine.sample_on_host(llama.sequence, sample_next)
-
-
-def token_ids(name: str, values: object) -> list[int]:
-    """A list of ints. A text is not one, and neither is a list of texts."""
-    try:
-        if not isinstance(values, str | bytes):
-            return [operator.index(value) for value in values]  # type: ignore[attr-defined]
-    except TypeError:
-        pass
-    check_argument(name, values, False, "a list of token ids" + (", or one str" if name == "prompt" else ""))
-    raise AssertionError
-
-
-def stop_strings(stop: object) -> tuple[str, ...]:
-    texts = [stop] if isinstance(stop, str) else stop
-    valid = isinstance(texts, list | tuple) and all(isinstance(text, str) and text for text in texts)
-    check_argument("stop", stop, valid, "a str, or a list of them; none may be empty")
-    return tuple(texts)  # type: ignore[arg-type]
-
-
-def check_messages(messages: object) -> None:
-    expected = 'a list such as [{"role": "user", "content": "Hello!"}]'
-    check_argument("messages", messages, isinstance(messages, list | tuple) and bool(messages), expected)
-    for i, message in enumerate(messages):  # type: ignore[arg-type, var-annotated]
-        check_argument(f"messages[{i}]", message, isinstance(message, Mapping), "a dict with role and content")
-        for key in ("role", "content"):
-            value, expected = message.get(key), "a str" if key in message else f"the {key}, a str"
-            valid = isinstance(value, str) or (key == "content" and value is None and "tool_calls" in message)
-            check_argument(f"messages[{i}][{key!r}]", value, valid, expected)
 
 
 def possible_stop(text: str, stops: Sequence[str]) -> int:

@@ -22,7 +22,8 @@ PACKAGE = ROOT / "llamagpu"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # The packages, the lowest first. A module imports its own package and those of lower layers.
 LAYERS = [
-    {"errors", "progress", "markdown"},
+    {"errors", "progress", "markdown", "results"},
+    {"arguments"},
     {"files", "gpu"},
     {"engine", "hub"},
     {"llama"},

@@ -24,6 +24,8 @@ from llamagpu.engine import sampler
 from llamagpu.engine.options import Backend, Precision
 from llamagpu.errors import BadArgument, BadFile, DoesNotFit, LlamaGpuError, WrongState
 from llamagpu.files.gguf_file import GgufFile
+from llamagpu.llama import new_ids, sampled_ids
+from llamagpu.results import Timings
 
 GREEDY = Sampling(temperature=0)
 EXACT = {"precision": "high", "kv_type": "f32"}
@@ -399,6 +401,37 @@ def test_a_dropped_generation_is_gone(llama):
     finally:
         gc.enable()
     assert llama.complete(PROMPT, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_a_generation_in_a_cycle_is_gone(llama, monkeypatch):
+    """The garbage collector frees what a cycle holds in any order, and may free staging buffers first."""
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    want = llama.complete(PROMPT, max_tokens=20, sampling=GREEDY)
+    gc.collect()
+    for _ in range(3):
+        run = llama.generate("lazy dogs", sampling=GREEDY)
+        next(run)
+        cycle = [run]
+        cycle.append(cycle)
+        del run, cycle
+        gc.collect()
+        assert not unraisable
+        assert llama.complete(PROMPT, max_tokens=20, sampling=GREEDY).ids == want.ids
+
+
+def test_closing_a_generation_closes_all_of_it(llama):
+    """Not only when the last reference to its iterators goes: some Pythons keep them."""
+    iterators = []
+
+    def sampled():
+        iterators.append(sampled_ids(llama, [1, 2], 20, GREEDY))
+        return iterators[0]
+
+    steps = new_ids(llama, [1, 2], 20, sampled, Timings(), None)
+    next(steps)
+    steps.close()
+    assert inspect.getgeneratorstate(iterators[0]) == inspect.GEN_CLOSED
 
 
 def test_a_closed_generation(llama):

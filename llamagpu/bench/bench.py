@@ -39,9 +39,8 @@ from llamagpu.engine.precision import resolve_precision
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.synthetic import SyntheticFile
 from llamagpu.files.gguf_file import BLOCKS
-from llamagpu.gpu.device import Gpu
+from llamagpu.gpu.device import Gpu, map_device_lost
 from llamagpu.gpu.timing import Span, TimedRecorder, busy_ns, copy_bandwidth, wait_idle, warm_up
-from llamagpu.llama import map_device_lost
 from llamagpu.verify.verify import kernel_set
 
 Probe = Callable[[Engine, float], None]  # gets an engine and the copy bandwidth in bytes/s

@@ -17,6 +17,7 @@ from llamagpu.cli.terminal import Usage, interruptible, log, progress_line, stat
 from llamagpu.cli.usage import BenchGroup
 from llamagpu.engine.options import KvType
 from llamagpu.errors import LlamaGpuError
+from llamagpu.hub.catalogue import DEFAULT
 
 if TYPE_CHECKING:
     from llamagpu.bench.bench import Probe
@@ -220,7 +221,7 @@ def sources(model: Names, hf_repo: Names, hf_file: str, synthetic: Names, offlin
             raise Usage(error.cause, f"did you mean {near[0]}?" if near else error.remedy) from error
     specs = split(model) + [f"hf:{repo}/{hf_file}" if hf_file else f"hf:{repo}" for repo in split(hf_repo)]
     if not specs and not names:
-        specs = ["smollm2"]
+        specs = [DEFAULT]
     return [*names, *(resolve(spec, progress=not quiet, offline=offline) for spec in specs)]
 
 

@@ -9,10 +9,11 @@ from llamagpu.cli.generate import sampling
 from llamagpu.cli.models import find_model, open_model
 from llamagpu.cli.terminal import interruptible, log
 from llamagpu.engine.options import EngineOptions
+from llamagpu.hub.catalogue import DEFAULT
 
 
 def chat(
-    model: o.SampledModelOption = "smollm2",
+    model: o.SampledModelOption = DEFAULT,
     hf_repo: o.HfOption = None,
     system: o.SystemOption = None,
     predict: o.PredictOption = -1,

@@ -25,12 +25,12 @@ from llamagpu.cli.terminal import (
 )
 from llamagpu.cli.tokenize import check_bytes
 from llamagpu.engine.options import EngineOptions
+from llamagpu.hub.catalogue import DEFAULT
 
 if TYPE_CHECKING:
     from llamagpu.engine.sampler import Sampling
     from llamagpu.llama import Generation, Llama, Message
 
-DEFAULT_MODEL = "smollm2"
 LARGER_MODEL = "qwen2.5-1.5b"
 # The text repeats itself if the last WINDOW tokens have fewer than DISTINCT different runs of 4 tokens. The prose of
 # this repository has at least 205, its tables and code at least 102 (SmolLM2's tokens).
@@ -38,7 +38,7 @@ WINDOW, DISTINCT = 256, 48
 
 
 def generate(
-    model: o.SampledModelOption = DEFAULT_MODEL,
+    model: o.SampledModelOption = DEFAULT,
     hf_repo: o.HfOption = None,
     prompt: o.PromptOption = None,
     file: o.FileOption = None,
@@ -101,7 +101,7 @@ def generate(
             write(json.dumps(result(run), ensure_ascii=False) + "\n")
         elif not quiet:
             log(summary(run))
-            if model == DEFAULT_MODEL and not hf_repo and on_terminal():
+            if model == DEFAULT and not hf_repo and on_terminal():
                 log(f"for better text: llamagpu generate -m {LARGER_MODEL} -p ...")
     if prompt_cache and not prompt_cache_ro:
         save_prompt(run, prompt_cache, quiet)

@@ -12,6 +12,7 @@ from llamagpu.cli import options as o
 from llamagpu.cli.bench import SYNTHETIC_HELP, choice, sources
 from llamagpu.cli.terminal import check_folder, interruptible, log, progress_line, write
 from llamagpu.engine.options import EngineOptions
+from llamagpu.hub.catalogue import DEFAULT
 
 if TYPE_CHECKING:
     from llamagpu.engine.load import Source
@@ -28,7 +29,7 @@ def one_source(model: str, hf_repo: str | None, synthetic: str, offline: bool, q
 
 
 def profile(
-    model: o.ModelOption = "smollm2",
+    model: o.ModelOption = DEFAULT,
     hf_repo: o.HfOption = None,
     synthetic: SyntheticOption = "",
     n_prompt: Annotated[int, typer.Option("-p", "--n-prompt", min=0, help="Prompt tokens, in one step.")] = 512,
@@ -122,7 +123,7 @@ def devices(
             "--wgsl", help="Print the composed WGSL of this dispatch of --kernels, such as 512.7 (default: none)."
         ),
     ] = "",
-    model: o.ModelOption = "smollm2",
+    model: o.ModelOption = DEFAULT,
     hf_repo: o.HfOption = None,
     synthetic: SyntheticOption = "",
     ctx_size: o.ContextOption = 0,

@@ -8,10 +8,11 @@ from llamagpu.cli.models import find_model, open_model
 from llamagpu.cli.terminal import interruptible, progress_line, read_text, write
 from llamagpu.cli.tokenize import check_bytes
 from llamagpu.engine.options import EngineOptions
+from llamagpu.hub.catalogue import DEFAULT
 
 
 def perplexity(
-    model: o.ModelOption = "smollm2",
+    model: o.ModelOption = DEFAULT,
     hf_repo: o.HfOption = None,
     file: o.FileOption = None,
     ctx_size: Annotated[

@@ -8,13 +8,14 @@ from llamagpu.cli import options as o
 from llamagpu.cli.models import find_model
 from llamagpu.cli.terminal import Usage, read_text, write
 from llamagpu.errors import LlamaGpuError, error_context
+from llamagpu.hub.catalogue import DEFAULT
 
 if TYPE_CHECKING:
     from llamagpu.files.tokenizer import Tokenizer
 
 
 def tokenize(
-    model: o.ModelOption = "smollm2",
+    model: o.ModelOption = DEFAULT,
     hf_repo: o.HfOption = None,
     prompt: o.PromptOption = None,
     file: o.FileOption = None,

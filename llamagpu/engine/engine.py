@@ -1,6 +1,6 @@
 """The engine: a model, its KV cache and a recorder. It runs sequences of token ids and knows no text."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
@@ -154,7 +154,9 @@ class Engine:
         top_k = 1 if sampling.temperature <= 0 else sampling.top_k
         return device_sampler.samples_on_device(sampling) and self.model.samples_on_device(top_k)
 
-    def sample_on_host(self, sequence: Sequence, sample: Callable[[NDArray[np.float32]], int]) -> Iterator[int]:
+    def sample_on_host(
+        self, sequence: Sequence, sample: Callable[[NDArray[np.float32]], int]
+    ) -> Generator[int, None, None]:
         """Continue the sequence with tokens that `sample` takes from the logits, until the context is full."""
         while True:
             token = sample(self.read_logits())

@@ -38,6 +38,7 @@ from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.recorder import Plan
+from llamagpu.gpu.shaders import constants
 
 INT8_BLOCK_BYTES = 48  # of 32 activations: 32 int8, then four f32
 PREFILL_WIDTH = 512  # token rows of the shapes that decide whether prefill uses int8 activations
@@ -193,8 +194,10 @@ class Model(ABC):
         """From token rows to the residual stream after the last layer, every op a dispatch."""
 
     def samples_on_device(self, top_k: int) -> bool:
-        """Whether the sampling kernel can sample from this model's logits: candidates are runs of 32 or 64 rows."""
-        return 1 <= top_k <= 64 and all(shard.row0 % 64 == 0 for shard in self.weights.output.shards)
+        """Whether the sampling kernel can sample from this model's logits: no candidate's run spans two shards."""
+        run = self.ops.argmax_rows
+        fits = all(shard.row0 % run == 0 for shard in self.weights.output.shards)
+        return 1 <= top_k <= constants("sample")["MAX_TOP_K"] and fits
 
     @property
     def embeds_next(self) -> bool:

@@ -2,8 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import wgpu
 from numpy.typing import DTypeLike, NDArray
 
-from llamagpu.errors import DoesNotFit, LlamaGpuError
+from llamagpu.errors import DeviceLost, DoesNotFit, LlamaGpuError
 from llamagpu.gpu import shaders
 from llamagpu.gpu.adapters import list_adapters, select_adapter
 from llamagpu.gpu.buffers import (
@@ -333,6 +334,18 @@ def _locate(buffer: AnyBuffer, offset: int) -> tuple[Buffer, int]:
     if isinstance(buffer, BufferRange):
         return buffer.buffer, buffer.offset + offset
     return buffer, offset
+
+
+@contextmanager
+def map_device_lost() -> Iterator[None]:
+    """Raise DeviceLost if the device is lost: wgpu has no exception for it."""
+    try:
+        yield
+    except wgpu.GPUError as error:
+        if "lost" not in str(error):
+            raise
+        cause = "the device went away while it was working (driver reset, sleep, or out of memory)"
+        raise DeviceLost(cause, "try again; a smaller -c or -ub asks less of it") from error
 
 
 def first_line(error: Exception) -> str:
