@@ -250,6 +250,22 @@ def assert_same_matrix(found: PackedMatrix, wanted: PackedMatrix) -> None:
     assert np.array_equal(found.words, wanted.words) and np.array_equal(found.scales, wanted.scales)
 
 
+def test_packed_files_with_odd_row_counts_are_refused(tmp_path):
+    """Kernels compute rows in pairs: one must not have its rows in two shards."""
+    path = tmp_path / "out.safetensors"
+    make(tiny_llama(tmp_path / "m.gguf", ggml_type=lambda name: "Q8_0" if "attn_v" in name else "Q4_0"), path, "packed")
+    file = PackedFile(path)
+    sources = file.matrix_sources(read_config(file))
+    assert any(len(source.rows) == 2 for source in sources)
+    for shard, more in ((0, -1), (1, 1)):
+        for array in ("words", "scales"):
+            stored = file.arrays[f"blk.0.qkv.{shard}.{array}"]
+            rows, *rest = stored.shape
+            file.arrays[f"blk.0.qkv.{shard}.{array}"] = replace(stored, shape=(rows + more, *rest))
+    with pytest.raises(BadFile, match=r"'blk.0.qkv' is missing or damaged"):
+        file.matrix_sources(read_config(file))
+
+
 def test_packed_file_stores_q6_k_in_6_bits(gpu, tmp_path):
     """Converted back to int8, as on a CPU adapter, matrices and logits are exactly those of the GGUF."""
 

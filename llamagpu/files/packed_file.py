@@ -99,7 +99,7 @@ class PackedFile:
             names.append(f"{label}.{len(names)}")
         layouts = [self._layout(name, k) for name in names]
         rows = [self.arrays[f"{name}.words"].shape[0] for name in names]
-        if sum(rows) != n:
+        if sum(rows) != n or any(count % 2 for count in rows[:-1]):  # kernels compute rows in pairs
             raise self._bad(label)
         has_bias = f"{label}.bias" in self.arrays
         if has_bias and self._array(f"{label}.bias", 1, "F32").shape != (n,):
