@@ -15,11 +15,12 @@ import pytest
 from filelock import FileLock
 
 from llamagpu.errors import BadFile, LlamaGpuError
+from llamagpu.files.cache import cache_dir
 from llamagpu.hub import registry
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"  # its source archive contains that of llama.cpp
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
-CACHE = registry.cache_dir() / "tests"  # read before a test changes the environment
+CACHE = cache_dir() / "tests"  # read before a test changes the environment
 TEXT = "english.txt"
 # pip asks a source archive's build backend for metadata, even with --no-deps. This backend answers, so that nothing in
 # the archive is run and no build tool is needed.

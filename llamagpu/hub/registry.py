@@ -19,6 +19,7 @@ from pathlib import Path
 
 from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
 from llamagpu.files.atomic import atomic_write
+from llamagpu.files.cache import cache_dir
 from llamagpu.hub.catalogue import CATALOGUE, Entry, WheelModel, find, runs_instead, suggest
 from llamagpu.hub.catalogue import DEFAULT as DEFAULT
 from llamagpu.hub.huggingface import cached_files, fetch_from_hub, remove_from_cache
@@ -146,13 +147,6 @@ def remove(spec: str) -> Path:
     except OSError as error:
         raise _disk_error(error, file.parent) from error
     return file
-
-
-def cache_dir() -> Path:
-    import platformdirs  # here: `--help` and `-m FILE` do not need it
-
-    folder = os.environ.get("LLAMAGPU_CACHE")
-    return Path(folder).expanduser() if folder else Path(platformdirs.user_cache_dir("llamagpu", False))
 
 
 def models_dir() -> Path:

@@ -16,9 +16,9 @@ import wgpu
 from llamagpu.engine import routes
 from llamagpu.errors import LlamaGpuError, NumericCheckFailed
 from llamagpu.files.atomic import atomic_write
+from llamagpu.files.cache import cache_dir
 from llamagpu.gpu import shaders
 from llamagpu.gpu.device import Gpu, first_line
-from llamagpu.hub.registry import cache_dir
 from llamagpu.verify.kernels import kernel_cases
 from llamagpu.verify.model import model_cases
 from llamagpu.verify.others import other_cases
