@@ -1,5 +1,6 @@
 """The engine's logits and tokens against numpy float64: tiny random models of every shape."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,13 +17,14 @@ from one_sequence import OneSequence, load_one, reference_of, token_ids
 from reference import Reference, assert_close
 
 from llamagpu.engine import decode
+from llamagpu.engine.load import load_model
 from llamagpu.engine.model import BufferModel, PlanKind
-from llamagpu.engine.options import KvType, Precision
+from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision
 from llamagpu.engine.sampler import Sampling, host_sampler
-from llamagpu.engine.step_inputs import Segment
+from llamagpu.engine.step_inputs import MAX_ROWS, Segment
 from llamagpu.errors import DoesNotFit
 from llamagpu.files.gguf_file import BLOCKS, GgufFile
-from llamagpu.gpu import caps
+from llamagpu.gpu import caps, device
 from llamagpu.gpu.recorder import Pending, Plan, Step
 
 # (NMSE, largest error / largest logit). All sums are in f32, measured 1e-12 and 2e-6; a few layers deep.
@@ -201,6 +203,38 @@ def test_int8_activations_only_where_they_fit(gpu, tmp_path, name):
 def test_a_binding_is_no_larger_than_a_buffer(monkeypatch):
     monkeypatch.setitem(caps.MINIMUM_LIMITS, "max-buffer-size", 64 << 20)
     assert open_gpu(LLAMAGPU_MINIMUM_LIMITS="1").caps.binding_bytes == 64 << 20
+
+
+def test_steps_whose_activations_fit_a_binding(minimum_gpu, tmp_path, monkeypatch):
+    """A chunk beyond every limit is cut to what a step and a binding hold."""
+    path = tiny_llama(tmp_path / "m.gguf", metadata={"llama.context_length": 100_000})
+    run = load_one(minimum_gpu, path, chunk=70_000, context=70_000, capacity=64)
+    assert run.model.chunk == MAX_ROWS
+    monkeypatch.setattr(minimum_gpu, "caps", replace(minimum_gpu.caps, binding_bytes=4 * 64 * 1024))
+    run = load_one(minimum_gpu, path, chunk=70_000, context=70_000, capacity=64)
+    assert run.model.chunk == 4 * 64 * 1024 // (4 * run.engine.config.ffn_dim)
+    check_against_reference(run, path)
+
+
+def test_a_rope_table_that_fits_no_binding_is_refused(minimum_gpu, tmp_path, monkeypatch):
+    """Before anything is allocated, with the context that fits."""
+    path = tiny_llama(tmp_path / "m.gguf", metadata={"llama.context_length": 1 << 24})
+    monkeypatch.setattr(minimum_gpu, "caps", replace(minimum_gpu.caps, cpu=False))
+    dims = GgufFile(path).metadata.get("llama.rope.dimension_count", 0)
+    most = (128 << 20) // (4 * dims)
+    before = minimum_gpu.allocated_bytes
+    options = EngineOptions(context=most + 4, backend=Backend.BUFFERS)
+    with pytest.raises(DoesNotFit, match="MiB of RoPE table") as refused:
+        load_model(path, options, gpu=minimum_gpu)
+    assert minimum_gpu.allocated_bytes == before
+    assert refused.value.remedy == f"use -c {most} or less"
+
+
+@pytest.mark.parametrize("backend, unchecked", [("Vulkan", True), ("Metal", False)])
+def test_shaders_stay_checked_on_metal(gpu, monkeypatch, backend, unchecked):
+    monkeypatch.delenv("LLAMAGPU_UNCHECKED", raising=False)
+    assert device.may_be_unchecked(backend) == unchecked
+    assert gpu.unchecked == device.may_be_unchecked(gpu.info["backend_type"])
 
 
 @pytest.mark.parametrize("name", ["2 heads per KV head", "odd widths"])
@@ -524,3 +558,31 @@ def test_checked_shaders_give_the_same(tiny, run):
     for piece in (ids, ids[:1]):
         # a compiler may fuse operations differently around the checks: a few roundings, no more
         assert_close(other.logits_after(piece), run.logits_after(piece), 1e-12, 1e-6)
+
+
+# Subgroups of another size than probed
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_kernels_notice_subgroups_of_another_size(tmp_path, caplog, backend):
+    """The probe saw twice as many lanes as the kernels get. What they computed is computed again, without subgroups."""
+    gpu = open_gpu()
+    if not gpu.caps.subgroup:
+        pytest.skip("the adapter has no subgroups")
+    if backend is Backend.TEXTURES and not gpu.caps.cpu:
+        pytest.skip("textures are for CPU adapters")
+    caplog.set_level(logging.INFO, "llamagpu")
+    path = tiny_llama(tmp_path / "m.gguf", dim=128, heads=2, kv_heads=1, head_dim=64, ffn=192)
+    want = load_one(gpu, path, backend=backend)
+    check_against_reference(want, path)
+    assert gpu.caps.subgroup and not caplog.records
+    want.clear()
+    gpu.caps = replace(gpu.caps, subgroup=2 * gpu.caps.subgroup, grid_barrier=False)
+    run = load_one(gpu, path, backend=backend)
+    got, expected = ([*r.logits_after([1, 2, 3]), *r.greedy(20)] for r in (run, want))
+    assert got[-20:] == expected[-20:]
+    if "SUBGROUP" not in "".join(d.source for d in want.model.plan(1).dispatches):
+        return  # nothing relies on subgroups here
+    assert gpu.caps.subgroup == 0 and run.model.lanes == 0
+    assert "kernels without them" in caplog.text
+    check_against_reference(run, path)

@@ -4,19 +4,24 @@
 // No cache line may be read before all of it has been written: a workgroup may keep it in a cache that a fence does not
 // clear. The offset of a buffer in a line is unknown, so inter-stage buffers have LINE_PADDING words before, between
 // and after the rows of layers.
-// A wait ends without a fence, which would hold up the weights in flight (12 % of SmolLM2's token on an H200). Instead,
-// indices read after the barrier add opaque_zero(), so that the compiler cannot hoist the loads: it is 0, but not known
-// before the wait is over.
+// With FENCE a wait ends with a fence. It holds up the weights in flight (13 % of SmolLM2's token on an H200), so GPUs
+// on which the numbers were measured to be right go without. Always, indices read after the barrier add opaque_zero(),
+// so that the compiler cannot hoist the loads: it is 0, but not known before the wait is over.
 // Needs WORKGROUPS (a power of two) workgroups that run at the same time. Where they do not, a wait times out after
-// spin_limit spins, and the results are wrong.
+// spin_limit spins, and the results are wrong. The first one adds POISON to the arrivals, which ends the waits of all
+// others, and no workgroup waits again.
 const WORKGROUPS: u32 = 1u;
 const LINE_PADDING: u32 = 64u;  // words, more than a cache line
-const SUBGROUP: u32 = 32u;      // lanes of a subgroup, as probed
-struct GridBarrier { arrivals: atomic<u32>, timed_out: atomic<u32>, spin_limit: u32 }  // spin_limit: loads of arrivals in one wait, about 0.5 us each
+const POISON: u32 = 1073741824u;  // far more arrivals than between two barriers, and a multiple of WORKGROUPS
+const SUBGROUP: u32 = 32u;        // lanes of a subgroup, as probed
+const FENCE: bool = true;
+struct GridBarrier { arrivals: atomic<u32>, timed_out: atomic<u32>, spin_limit: u32 }  // spin_limit: loads of arrivals in one wait
 @group(0) @binding(0) var<storage, read_write> grid_barrier: GridBarrier;
 const LAYER_ROWS: u32 = 1u;
 @group(0) @binding(1) var<uniform> layers: array<vec4<u32>, LAYER_ROWS>;  // [0].x: number of layers; then a row for each layer, see gpu/fuse.py
 var<private> arrived: bool = false;
+var<private> gave_up: bool = false;  // no wait any more
+var<private> spin_limit: u32;
 var<private> goal: u32;  // arrivals at which the wait is over
 var<private> layer_index: u32;
 var<workgroup> zero_shared: u32;  // opaque zero, see above
@@ -26,7 +31,10 @@ fn layer() -> u32 { return layer_index; }
 fn slab_index() -> u32 { return current_slab; }
 fn row_index(row: u32) -> u32 { return 0u; }  // a fused step has one row; a constant index keeps the load off the critical path
 fn barrier_begin(lanes: u32, index: u32) {  // a driver may use another subgroup size for so large a kernel
-  if (lanes != SUBGROUP && index == 0u) { atomicStore(&grid_barrier.timed_out, 1u); }
+  let present = countOneBits(subgroupBallot(true));
+  if (lanes != SUBGROUP || present.x + present.y + present.z + present.w != SUBGROUP) { atomicStore(&grid_barrier.timed_out, 1u); }
+  if (index == 0u) { gave_up = atomicLoad(&grid_barrier.timed_out) != 0u; }
+  spin_limit = grid_barrier.spin_limit;
 }
 fn arrive(index: u32) {
   storageBarrier();
@@ -38,17 +46,18 @@ fn wait(index: u32) {
   arrived = false;
   if (index == 0u) {
     var spins = 0u;
-    var seen = atomicLoad(&grid_barrier.arrivals);
-    while (i32(seen - goal) < 0) {
+    var seen = goal;
+    if (!gave_up) { seen = atomicLoad(&grid_barrier.arrivals); }
+    while (i32(seen - goal) < 0 && !gave_up) {
       spins++;
-      if (spins % 1024u == 0u && (spins >= grid_barrier.spin_limit || atomicLoad(&grid_barrier.timed_out) != 0u)) {
-        atomicStore(&grid_barrier.timed_out, 1u);
-        break;
-      }
+      gave_up = spins >= spin_limit;
+      if (gave_up && atomicExchange(&grid_barrier.timed_out, 1u) == 0u) { atomicAdd(&grid_barrier.arrivals, POISON); }
       seen = atomicLoad(&grid_barrier.arrivals);
     }
+    gave_up = gave_up || (i32(seen - goal) >= 0 && seen - goal >= POISON / 2u);
     zero_shared = (seen - goal + WORKGROUPS) >> 31u;  // 0, since no workgroup is a whole barrier behind; the compiler cannot know that
   }
+  if (FENCE) { storageBarrier(); }
   workgroupBarrier();
   zero = zero_shared;
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llamagpu.cli import options as o
-from llamagpu.cli.terminal import log, progress_line, write
+from llamagpu.cli.terminal import log, progress_line, show_engine_log, write
 from llamagpu.engine.options import EngineOptions, KvType, Precision
 from llamagpu.errors import LlamaGpuError
 
@@ -31,6 +31,8 @@ def find_model(model: str, hf_repo: str | None, offline: bool, quiet: bool = Fal
 def open_model(path: Path, options: EngineOptions, quiet: bool, verbose: bool, check: Callable[[], None]) -> "Llama":
     """Open a model and log what a user should know about it. Ctrl-C interrupts the loading through `check`."""
     from llamagpu.llama import Llama
+
+    show_engine_log(verbose)
 
     def on_plan(plan: "MemoryPlan", gpu: "Gpu") -> None:
         check()

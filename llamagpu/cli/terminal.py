@@ -55,6 +55,19 @@ def log(text: str) -> None:
         print(("\r\033[K" if on_terminal() else "") + text, file=sys.stderr, flush=True)
 
 
+def show_engine_log(verbose: bool) -> None:
+    """Print what the engine logs: warnings, and with `verbose` what it finds out about the adapter."""
+    import logging
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            log_in_text(record.getMessage())
+
+    logger = logging.getLogger("llamagpu")
+    logger.handlers = [Handler()]
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+
+
 def log_in_text(text: str) -> None:
     """Print a line on stderr while a text is being written to stdout, which may be the same terminal."""
     if on_terminal() and sys.stdout is not None and sys.stdout.isatty():

@@ -2,13 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from llamagpu.engine.device_sampler import RING
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import Segment
-from llamagpu.errors import DeviceLost
 from llamagpu.gpu.recorder import Pending, Plan, Step
 
 if TYPE_CHECKING:
@@ -17,13 +16,13 @@ if TYPE_CHECKING:
 MAX_TOKENS_PER_SUBMIT = 8
 SUBMISSIONS_IN_FLIGHT = 3  # one runs, one is queued, one is being submitted
 SUBMIT_S = 0.015  # longest time of a submission: text should appear within 50 ms
-BARRIER_TIMED_OUT = "workgroups that wait for each other did not run at the same time"
-REMEDY_UNFUSED = "set LLAMAGPU_FUSED=0"
 
 
-def decode(engine: "Engine", sequence: Sequence, greedy: bool, most: int | None = None) -> Iterator[int]:
-    """Continue the sequence with at most `most` tokens, until the context is full.
+def decode(engine: "Engine", sequence: Sequence, greedy: bool, most: int | None = None) -> Generator[int, None, bool]:
+    """Continue the sequence with at most `most` tokens, until the context is full. Return whether all went well.
 
+    It ends early where a grid barrier timed out or a kernel found other subgroups than it was made for: the tokens of
+    that submission are dropped, and Engine.check repairs the rest.
     While the consumer reads the tokens of one submission, the next ones run or are queued. When the consumer stops,
     tokens that it has not read are dropped: the sequence holds the yielded tokens except the last one.
     """
@@ -50,11 +49,12 @@ def decode(engine: "Engine", sequence: Sequence, greedy: bool, most: int | None 
                 ahead += count
             if not pending:
                 sequence.truncate(ahead)  # the last token was sampled, but no step has processed it
-                return
+                return True
             result, count = pending.popleft()
             ring = result.wait()
-            if ring[model.sampler.timed_out_word]:
-                raise DeviceLost(BARRIER_TIMED_OUT, REMEDY_UNFUSED)
+            if ring[model.sampler.timed_out_word] or engine.subgroups_differ():
+                return False
+            sequence.checked = len(sequence)
             now = time.perf_counter()
             if sampled:  # the first token waited for the prompt
                 # the slower of two submissions counts: one of them may have waited for the host

@@ -1,14 +1,17 @@
 """The engine: a model, its KV cache and a recorder. It runs sequences of token ids and knows no text."""
 
+import logging
+import time
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llamagpu.engine import device_sampler
-from llamagpu.engine.decode import BARRIER_TIMED_OUT, REMEDY_UNFUSED, decode
+from llamagpu.engine import device_sampler, fused_check
+from llamagpu.engine.decode import decode
 from llamagpu.engine.fused_decode import can_fuse, timed_out, weights_fit
 from llamagpu.engine.kv_cache import BufferKvCache, KvCache, TextureKvCache
 from llamagpu.engine.model import BufferModel, Model
@@ -16,15 +19,26 @@ from llamagpu.engine.options import Backend, Precision, Settings
 from llamagpu.engine.sampler import Sampling
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import MAX_ROWS, Segment
+from llamagpu.engine.step_size import TRIAL_ROWS, StepSize
 from llamagpu.engine.texture_model import TextureModel
 from llamagpu.engine.weights import Weights
-from llamagpu.errors import DeviceLost, DoesNotFit
+from llamagpu.errors import DoesNotFit
 from llamagpu.files.config import ModelConfig
+from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 
 LOGIT_BYTES = 64 << 20  # most bytes of logits when every row has them
+MAX_DECODED_AGAIN = 64  # tokens that are recomputed one at a time
 Progress = Callable[[int, int], None]
+T = TypeVar("T")
+log = logging.getLogger("llamagpu")
+
+
+def max_rows(config: ModelConfig, caps: Caps) -> int:
+    """Token rows that the inputs of a step and a binding of activations hold."""
+    widest = max(config.dim, config.q_width, config.ffn_dim)
+    return max(1, min(MAX_ROWS, caps.binding_bytes // (4 * widest)))
 
 
 class Engine:
@@ -39,25 +53,34 @@ class Engine:
         freq_factors: NDArray[np.floating] | None = None,
         probe: bool = True,
     ) -> None:
-        settings = replace(settings, chunk=min(settings.chunk, settings.context, MAX_ROWS))
+        settings = replace(settings, chunk=min(settings.chunk, settings.context, max_rows(config, gpu.caps)))
         self.gpu, self.config, self.weights, self.settings = gpu, config, weights, settings
         self.freq_factors, self.freed = freq_factors, False
         self.recorder = Recorder(gpu)
+        self.step_size = StepSize(settings.chunk, trial=not gpu.software)
         self.tokens_per_submit = 1  # tokens that took SUBMIT_S in the last generation
-        self.cache, self.model = self._build(freq_factors)
+        self.unchecked: set[Sequence] = set()  # sequences with positions that no check has covered
+        self.cache = self._build_cache()
+        self.model = self._build_model(self.cache)
         if probe and isinstance(self.model, BufferModel) and self.model.fused_decode:
             self.model.write_step([Segment(0, 0, [0])])
-            if not self.model.fused_decode.probe(self.recorder):
+            right = self.model.fused_decode.probe(self.recorder)
+            if not right or (gpu.caps.compares_fused and not fused_check.agrees(self, self.model)):
                 self.model.unfuse()
 
-    def _build(self, freq_factors: NDArray[np.floating] | None) -> tuple[KvCache, Model]:
+    def _build_cache(self) -> KvCache:
         gpu, config, weights, settings = self.gpu, self.config, self.weights, self.settings
+        freq_factors = self.freq_factors
         if settings.backend is Backend.TEXTURES:
-            textures = TextureKvCache(gpu, config, settings, freq_factors)
-            return textures, TextureModel(gpu, config, weights, textures, settings)
+            return TextureKvCache(gpu, config, settings, freq_factors)
         fused = can_fuse(config, gpu.caps, settings.precision is Precision.FAST) and weights_fit(weights)
-        cache = BufferKvCache(gpu, config, settings, freq_factors, fused)
-        return cache, BufferModel(gpu, config, weights, cache, settings)
+        return BufferKvCache(gpu, config, settings, freq_factors, fused)
+
+    def _build_model(self, cache: KvCache) -> Model:
+        if isinstance(cache, TextureKvCache):
+            return TextureModel(self.gpu, self.config, self.weights, cache, self.settings)
+        assert isinstance(cache, BufferKvCache)
+        return BufferModel(self.gpu, self.config, self.weights, cache, self.settings)
 
     def free(self) -> None:
         """Free model and cache; the caller owns the weights."""
@@ -80,14 +103,46 @@ class Engine:
     def prefill(self, sequence: Sequence, ids: Items[int], progress: Progress | None = None) -> None:
         """Append ids to the sequence and compute the logits of the last one."""
         self.reserve(sequence, len(ids))
-        chunk = self.model.chunk
-        for start in range(0, len(ids), chunk):
-            piece = ids[start : start + chunk]
+        if progress:
+            progress(0, len(ids))
+        for start, piece in self.pieces(sequence, ids):
             self.run(self.model.plan(len(piece), len(sequence)), sequence, piece)
             if progress:
-                # wait, so that the progress is accurate and Ctrl-C acts between chunks
-                self.gpu.read(self.model.step.buffer, np.uint32, 1)
+                self.wait()  # so that the progress is accurate and Ctrl-C acts between steps
                 progress(start + len(piece), len(ids))
+
+    def pieces(self, sequence: Sequence, ids: Items[int], most: int | None = None) -> Iterator[tuple[int, Items[int]]]:
+        """Pieces of ids, at most `most` each, with their first index. Each must be run before the next is taken.
+
+        They are as long as the time that a step may take allows.
+        """
+        most, start, size = most or self.model.chunk, 0, self.step_size
+        if size.needs_trial and min(most, len(ids)) > TRIAL_ROWS:
+            size.after_trial(self._trial_seconds(sequence, ids[:TRIAL_ROWS]))
+        while start < len(ids):
+            piece = ids[start : start + min(most, size.rows)]
+            compiled, began = self.gpu.compile_seconds, time.perf_counter()
+            yield start, piece
+            start += len(piece)
+            if start < len(ids) and not self.gpu.software:
+                self.wait()
+                compiling = self.gpu.compile_seconds - compiled
+                size.after_step(len(piece), time.perf_counter() - began - compiling)
+
+    def _trial_seconds(self, sequence: Sequence, ids: Items[int]) -> float:
+        """The time of a step whose results the next step overwrites; the first of two is the driver's."""
+        position = len(sequence)
+        plan = self.model.plan(self.model.chunk, position)
+        for _ in range(2):
+            self.model.write_step([Segment(sequence.slot, position, ids)])
+            self.recorder.submit([Step(plan, len(ids), position)])
+            began = time.perf_counter()
+            self.wait()
+        return time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Wait until the device has done everything that was submitted."""
+        self.gpu.read(self.model.step.buffer, np.uint32, 1)
 
     def run(self, plan: Plan, sequence: Sequence, ids: Items[int]) -> None:
         """One step of a plan over at most a chunk of ids."""
@@ -95,41 +150,39 @@ class Engine:
         self.model.write_step([Segment(sequence.slot, position, ids)])
         self.recorder.submit([Step(plan, len(ids), position)])
         sequence.ids += ids
+        self.unchecked.add(sequence)
 
     def read_logits(self) -> NDArray[np.float32]:
         """The logits [vocab] of the last row."""
-        self.check_barrier()
+        self.check()
         return self.gpu.read(self.model.logits, np.float32, self.config.vocab)
-
-    def check_barrier(self) -> None:
-        """Raise if a grid barrier has timed out: the results of fused decode are wrong then."""
-        if self.model.barrier and timed_out(self.gpu, self.model.barrier):
-            raise DeviceLost(BARRIER_TIMED_OUT, REMEDY_UNFUSED)
 
     def log_probs(self, sequence: Sequence, ids: Items[int]) -> NDArray[np.float32]:
         """Append ids. Return, for each but the last, the log probability of the id after it."""
+        return self._checked(sequence, lambda: self._log_probs(sequence, ids))
+
+    def _log_probs(self, sequence: Sequence, ids: Items[int]) -> NDArray[np.float32]:
         self.reserve(sequence, len(ids))
         rows = self.score_rows
         scores = []
-        for start in range(0, len(ids), rows):
-            piece = ids[start : start + rows]
-            targets = np.array([*ids[start + 1 : start + rows + 1], 0][: len(piece)], np.uint32)
+        for start, piece in self.pieces(sequence, ids, rows):
+            targets = np.array([*ids[start + 1 : start + len(piece) + 1], 0][: len(piece)], np.uint32)
             self.gpu.write(self.model.targets, targets)
             self.run(self.model.score_plan(rows), sequence, piece)
             scores.append(self.gpu.read(self.model.scores, np.float32, len(piece)))
-        self.check_barrier()
         return np.concatenate(scores)[: len(ids) - 1]
 
     def mean_hidden(self, sequence: Sequence, ids: Items[int]) -> NDArray[np.float64]:
         """Append ids. Return the mean [dim] of their hidden states after the last norm."""
+        return self._checked(sequence, lambda: self._mean_hidden(sequence, ids))
+
+    def _mean_hidden(self, sequence: Sequence, ids: Items[int]) -> NDArray[np.float64]:
         self.reserve(sequence, len(ids))
         total = np.zeros(self.config.dim)
-        for start in range(0, len(ids), self.model.chunk):
-            piece = ids[start : start + self.model.chunk]
+        for _, piece in self.pieces(sequence, ids):
             self.run(self.model.plan(len(piece), len(sequence)), sequence, piece)
             self.recorder.submit([Step(self.model.hidden_plan(len(piece)), len(piece))])
             total += self.model.read_hidden(len(piece)).sum(axis=0, dtype=np.float64)
-        self.check_barrier()
         return total / len(ids)
 
     @property
@@ -137,18 +190,107 @@ class Engine:
         """Rows of one step of `log_probs`: their logits fit LOGIT_BYTES, whatever the chunk."""
         return max(1, min(self.model.chunk, LOGIT_BYTES // (4 * self.config.vocab)))
 
+    # Checks: numbers are right, or they are computed again
+
+    def check(self) -> bool:
+        """Whether the results since the last check are right.
+
+        If a grid barrier timed out, fused decode ends for good; if subgroups are not of the size that was probed, the
+        kernels without subgroups are used for good. Then everything since the last check is computed again.
+        """
+        wrong = True
+        if self.barrier_timed_out() and isinstance(self.model, BufferModel):
+            self.model.unfuse()
+            log.warning(
+                "workgroups that wait for each other did not run at the same time: decode goes on unfused, more slowly"
+            )
+        elif self.subgroups_differ():
+            self._without_subgroups()
+            log.info("subgroups are not of the size that was probed: kernels without them are used")
+        else:
+            wrong = False
+        for sequence in list(self.unchecked):
+            if wrong:
+                self._recompute(sequence)
+            sequence.checked = len(sequence)
+        self.unchecked.clear()
+        return not wrong
+
+    def barrier_timed_out(self) -> bool:
+        return self.model.barrier is not None and timed_out(self.gpu, self.model.barrier)
+
+    def subgroups_differ(self) -> bool:
+        """Whether a kernel has found subgroups of another size than it was made for."""
+        if self.gpu.unproven:
+            self.recorder.drain()
+            self.gpu.prove_subgroups()
+        return self.model.lanes != self.gpu.caps.subgroup
+
+    def _without_subgroups(self) -> None:
+        """Build model and KV cache anew: the cache may hold numbers that are none, which spoil what they touch."""
+        capacity = self.cache.capacity
+        self.model.free()
+        self.gpu.free(*self.cache.resources(), self.cache.rope)
+        self.cache = self._build_cache()
+        self.cache.grow(capacity)
+        self.model = self._build_model(self.cache)
+        for sequence in self.unchecked:
+            sequence.checked = 0
+
+    def _recompute(self, sequence: Sequence) -> None:
+        """Everything after the checked tokens; at least the last one, for its logits. A few as decode computes them."""
+        first = max(0, min(sequence.checked, len(sequence) - 1))
+        ids = sequence.ids[first:]
+        sequence.truncate(first)
+        self.cache.clear(sequence.slot, first)
+        rows = 1 if len(ids) <= MAX_DECODED_AGAIN else self.model.chunk
+        for start in range(0, len(ids), rows):
+            self.prefill(sequence, ids[start : start + rows])
+
+    def _checked(self, sequence: Sequence, compute: Callable[[], T]) -> T:
+        """What `compute` returns, computed again where the check fails."""
+        self.check()
+        length = len(sequence)
+        found = compute()
+        if self.check():
+            return found
+        sequence.truncate(length)
+        return compute()
+
     # Decode
 
     def greedy(self, sequence: Sequence, most: int | None = None) -> Iterator[int]:
         """Continue the sequence with the likeliest tokens, at most `most`, until the context is full."""
-        return decode(self, sequence, greedy=True, most=most)
+        return self._decode(sequence, most, greedy=True)
 
     def sample(
         self, sequence: Sequence, sampling: Sampling, prompt: Items[int], most: int | None = None
     ) -> Iterator[int]:
         """Continue the sequence with tokens sampled on the device; `samples_on_device` must hold."""
-        self.model.sampler.configure(sequence.slot, sampling, prompt)
-        return decode(self, sequence, greedy=False, most=most)
+        begun = len(sequence)
+
+        def configure() -> None:
+            self.model.sampler.configure(sequence.slot, sampling, [*prompt, *sequence.ids[begun:]])
+
+        return self._decode(sequence, most, configure=configure)
+
+    def _decode(
+        self,
+        sequence: Sequence,
+        most: int | None,
+        greedy: bool = False,
+        configure: Callable[[], None] | None = None,
+    ) -> Generator[int, None, None]:
+        """The decode loop, again after each repair. A repaired text goes on as if nothing had been."""
+        end = None if most is None else len(sequence) + most
+        while True:
+            if configure:
+                configure()
+            left = None if end is None else end - len(sequence)
+            if (yield from decode(self, sequence, greedy, left)):
+                return
+            self.unchecked.add(sequence)
+            self.check()
 
     def samples_on_device(self, sampling: Sampling) -> bool:
         top_k = 1 if sampling.temperature <= 0 else sampling.top_k

@@ -5,6 +5,7 @@ adjacent, with cache-line padding: no cache line may be read before all of it ha
 keep the line in its own cache.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
@@ -35,8 +36,8 @@ from llamagpu.gpu.fuse import Stage
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 from llamagpu.gpu.shaders import constants
 
-SPIN_LIMIT = 1 << 20  # loads of the arrivals by a waiting workgroup, about half a second
-PROBE_SPIN_LIMIT = 1 << 14
+WAIT_S = 0.25  # longest wait of a workgroup: watchdogs end a kernel after about 2 s
+PROBE_SPIN_LIMIT = 1 << 14  # loads of the arrivals by a waiting workgroup
 LITMUS_LAYERS = 32  # grid barriers across which the litmus test passes values
 
 
@@ -303,13 +304,44 @@ class FusedDecode:
                 for seed in (1, 2, 3)
             )
             if passed and not timed_out(self.gpu, self.barrier):
-                self.gpu.write(self.barrier, np.array([SPIN_LIMIT], np.uint32), offset=8)
+                limit = max(PROBE_SPIN_LIMIT, int(WAIT_S / self.spin_seconds()))
+                self.gpu.write(self.barrier, np.array([0, 0, limit, 0], np.uint32))
                 return True
         return False
+
+    def spin_seconds(self) -> float:
+        """The time of one spin: a workgroup waits for another one that is not dispatched."""
+        table, grid = self._table(np.array([[2, 0, 0, 0]], np.uint32)), GridSize(2, self.grid.invocations)
+        words = 3 * layer_stride(constants("barrier_litmus")["N"]) // 4
+        fused, y = barrier_litmus(self.gpu, grid, self.barrier, table, 0, words)
+        plan = Plan([replace(fused, grid=(1, 1, 1))])
+
+        def seconds(spins: int) -> float:
+            self.gpu.write(self.barrier, np.array([0, 0, spins, 0], np.uint32))
+            started = time.perf_counter()
+            Recorder(self.gpu).submit([Step(plan)])
+            assert timed_out(self.gpu, self.barrier)
+            return time.perf_counter() - started
+
+        few, many = (min(seconds(spins) for _ in range(2)) for spins in (1, PROBE_SPIN_LIMIT))
+        self.gpu.free(y)
+        return max(many - few, 1e-6) / PROBE_SPIN_LIMIT
 
 
 def timed_out(gpu: Gpu, barrier: BufferRange) -> bool:
     return bool(gpu.read(barrier, np.uint32, 2)[1])
+
+
+def barrier_litmus(
+    gpu: Gpu, grid: GridSize, barrier: AnyBuffer, layers: Buffer, first: int, size: int
+) -> tuple[Dispatch, Buffer]:
+    """A fused kernel of a single light stage, and its buffer of `size` words, with the rows from `first` on."""
+    y, n = gpu.zeros(4 * size, "litmus"), constants("barrier_litmus")["N"]
+    consts: Consts = {"WORKGROUP": grid.invocations, "FIRST_WORD": first}
+    single = gpu.dispatch("barrier_litmus", (), consts, {"y": y}, (n // grid.invocations, 1, 1))
+    assert not callable(single.grid)
+    stage = Stage(single.source, single.bindings, single.grid)
+    return gpu.fused([stage], grid.workgroups, barrier, layers), y
 
 
 def barrier_litmus_test(
@@ -322,11 +354,8 @@ def barrier_litmus_test(
     n, shift = constants("barrier_litmus")["N"], constants("barrier_litmus")["SHIFT"]
     first, stride = 12 * seed, layer_stride(n)
     words = np.arange(seed, seed + first + (LITMUS_LAYERS + 1) * stride // 4, dtype=np.uint32) * np.uint32(2654435761)
-    y = gpu.upload(words, "litmus")  # a value that is read too early is neither zero nor left by another test
-    consts: Consts = {"WORKGROUP": grid.invocations, "FIRST_WORD": first}
-    single = gpu.dispatch("barrier_litmus", (), consts, {"y": y}, (n // grid.invocations, 1, 1))
-    assert not callable(single.grid)
-    fused = gpu.fused([Stage(single.source, single.bindings, single.grid)], grid.workgroups, barrier, layers)
+    fused, y = barrier_litmus(gpu, grid, barrier, layers, first, len(words))
+    gpu.write(y, words)  # a value that is read too early is neither zero nor left by another test
     Recorder(gpu).submit([Step(Plan([fused]))])
     got = gpu.read(y, np.uint32, n, offset=4 * first + LITMUS_LAYERS * stride)
     gpu.free(y)

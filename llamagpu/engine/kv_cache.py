@@ -71,7 +71,13 @@ class KvCache(ABC):
         self.gpu.free(*old)
 
     def check_positions(self, positions: int) -> None:
-        """Refuse more positions than the adapter's kernels can look back over."""
+        """Refuse more positions than the adapter's kernels can look back over, or than fit a RoPE table."""
+        row_bytes, binding = 4 * self.config.rope_dims, self.gpu.caps.binding_bytes
+        if positions * row_bytes > binding:
+            cause = f"a context of {positions} needs {positions * row_bytes >> 20} MiB of RoPE table"
+            holds = f", and a binding of this adapter holds {binding >> 20} MiB"
+            fitting = binding // row_bytes // POSITION_MULTIPLE * POSITION_MULTIPLE
+            raise DoesNotFit(cause + holds, f"use -c {fitting} or less")
         textures = self.settings.backend is Backend.TEXTURES
         most = routes.max_positions(self.config.head_dim, self.gpu.caps, textures)
         if most and positions > most:
@@ -91,6 +97,10 @@ class KvCache(ABC):
     @abstractmethod
     def write(self, slot: int, count: int, take: Callable[[int], Bytes]) -> None:
         """Restore the bytes of `read`: `take(n)` returns the next n of them."""
+
+    @abstractmethod
+    def clear(self, slot: int, first: int) -> None:
+        """Zero the positions of a sequence from `first` on: NaN spoils what it is multiplied with."""
 
     @abstractmethod
     def _enlarge(self, capacity: int) -> Callable[[], None]:
@@ -169,6 +179,12 @@ class BufferKvCache(KvCache):
         for cache_range, offset in self._heads(slot):
             self.gpu.write(cache_range, take(count * self.row_bytes), offset)
 
+    def clear(self, slot: int, first: int) -> None:
+        size = (self.capacity - first) * self.row_bytes
+        start = first * self.row_bytes
+        heads = ((cache_range.buffer, cache_range.offset + offset) for cache_range, offset in self._heads(slot))
+        self.gpu.clear([BufferRange(buffer, offset + start, size) for buffer, offset in heads] if size else [])
+
     def _heads(self, slot: int) -> Iterator[tuple[BufferRange, int]]:
         """Where the positions of each head begin: range, offset in it."""
         for layer in self.layers:
@@ -215,6 +231,9 @@ class TextureKvCache(KvCache):
         for texture, x, rows in self._columns(slot, count):
             data = take(TEXEL_BYTES * self.texels * rows).view(np.uint32)
             self.gpu.write_texture(texture, data.reshape(rows, self.texels, 4), x)
+
+    def clear(self, slot: int, first: int) -> None:
+        """Nothing to do: only fused decode leaves such numbers, and textures are not fused."""
 
     def _columns(self, slot: int, count: int) -> Iterator[tuple[Texture, int, int]]:
         """The regions of the first `count` positions: texture, first column, rows."""

@@ -5,8 +5,9 @@ Plans are keyed by the rows and segments of a step and by context bucket, never 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -70,6 +71,7 @@ class Model(ABC):
         fast = settings.precision is Precision.FAST
         self.int8_decode = fast and suits_int8(weights, gpu.caps, 1)
         self.int8_prefill = fast and suits_int8(weights, gpu.caps, PREFILL_WIDTH)
+        self.lanes = gpu.caps.subgroup  # of a subgroup, as the kernels assume
         self.step = StepInputs(gpu)
         self.head_step = StepInputs(gpu) if settings.slots > 1 else self.step  # of the output head: a row per segment
         self.ops = Ops(gpu, self.step.buffer)
@@ -266,7 +268,16 @@ class BufferModel(Model):
             self.gpu.free(*self.fused_decode.buffers())
             self.fused_decode = None
             self.clear_plans()
-            self.sampler.clear_barrier()  # a probe may have timed out
+            self.sampler.clear_barrier()  # it may have timed out
+
+    @contextmanager
+    def unfused(self) -> Iterator[None]:
+        """Without fused decode for a while; the plans are built anew."""
+        fused, self.fused_decode = self.fused_decode, None
+        self.clear_plans()
+        yield
+        self.fused_decode = fused
+        self.clear_plans()
 
     # Plans
 

@@ -37,6 +37,7 @@ def save(
     loaded: LoadedModel, sequence: Sequence, path: Path, tokens: int | None = None, progress: Progress | None = None
 ) -> None:
     """Write the first `tokens` of the sequence, or all. If two runs write the same file, the later one wins."""
+    loaded.engine.check()
     cache, ids = loaded.engine.cache, sequence.ids[:tokens]
     if not ids:
         raise LlamaGpuError("there is no prompt to save yet", "generate first")
@@ -76,7 +77,7 @@ def load(loaded: LoadedModel, sequence: Sequence, path: Path, progress: Progress
         cache.write(sequence.slot, tokens, take)
         if file.read() != digest.digest():
             raise refused()
-        sequence.ids = ids
+        sequence.ids, sequence.checked = ids, tokens
     return tokens
 
 

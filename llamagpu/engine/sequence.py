@@ -4,10 +4,11 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     slot: int = 0  # its index in the KV cache
     ids: list[int] = field(default_factory=list)
+    checked: int = 0  # leading tokens whose keys and values are known to be right (Engine.check)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -15,6 +16,7 @@ class Sequence:
     def truncate(self, length: int) -> None:
         """Drop the tokens after the first `length`."""
         del self.ids[length:]
+        self.checked = min(self.checked, length)
 
     def shared_prefix(self, ids: Items[int]) -> int:
         """How many leading ids the sequence already has."""

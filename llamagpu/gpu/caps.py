@@ -1,11 +1,14 @@
 """Capabilities of an adapter: the features and limits that this package requests, and the facts that routes read."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+NVIDIA = 0x10DE  # vendor id
 Grid = tuple[int, int, int]  # workgroups of a dispatch
 
-FEATURES = ("subgroup", "shader-f16", "timestamp-query", "timestamp-query-inside-passes")
+FEATURES = ("subgroup", "shader-f16", "timestamp-query", "timestamp-query-inside-passes", "memory-decoration-coherent")
 # The limits that every WebGPU implementation guarantees. LLAMAGPU_MINIMUM_LIMITS=1 requests no more than these and no
 # feature, for tests.
 MINIMUM_LIMITS = {
@@ -35,6 +38,9 @@ class Caps:
     texture_side: int = 8192  # texels of a storage texture, in both directions
     scalar: bool = False  # LLAMAGPU_SCALAR=1: take the kernels for every shape, as a baseline
     shader_f16: bool = False  # computes in f16
+    coherent: bool = False  # has buffers whose stores the workgroups of a dispatch see of each other
+    measured_barrier: bool = False  # fused decode was measured to be right there without fences
+    compares_fused: bool = False  # fused decode is compared with unfused before it is used
     grid_barrier: bool = False  # workgroups of one dispatch may wait for each other
 
 
@@ -50,11 +56,18 @@ def minimum_limits_only() -> bool:
     return os.environ.get("LLAMAGPU_MINIMUM_LIMITS") == "1"
 
 
-def grid_barrier_allowed(adapter_type: str, backend: str) -> bool:
+def barrier_is_measured(info: Mapping[str, Any]) -> bool:
+    """NVIDIA's Vulkan driver: thousands of tokens of several models were equal to unfused decode's on an H200."""
+    return (info["backend_type"], info["vendor_id"]) == ("Vulkan", NVIDIA)
+
+
+def grid_barrier_allowed(info: Mapping[str, Any], coherent: bool) -> bool:
     """Whether workgroups of one dispatch may wait for each other.
 
-    WebGPU promises neither that they run at the same time nor that they see each other's stores. Vulkan drivers of GPUs
-    do both in practice, and a model probes it when it loads. LLAMAGPU_FUSED=0 disables it, 1 enables it on any adapter.
+    WebGPU promises neither that they run at the same time nor that they see each other's stores. NVIDIA's Vulkan driver
+    does both, as measured. Other GPUs with coherent buffers may: a model compares before it relies on it
+    (engine/fused_check.py). LLAMAGPU_FUSED=0 disables it, 1 enables it on any adapter, uncompared.
     """
     wanted = os.environ.get("LLAMAGPU_FUSED", "")
-    return wanted == "1" or (wanted != "0" and adapter_type != "CPU" and backend == "Vulkan")
+    vulkan_gpu = info["adapter_type"] != "CPU" and info["backend_type"] == "Vulkan"
+    return wanted == "1" or (wanted != "0" and (barrier_is_measured(info) or (vulkan_gpu and coherent)))

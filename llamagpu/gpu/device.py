@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,14 @@ from llamagpu.gpu.buffers import (
     bind_group_resource,
     nbytes,
 )
-from llamagpu.gpu.caps import Caps, Grid, grid_barrier_allowed, requested_features, requested_limits
+from llamagpu.gpu.caps import (
+    Caps,
+    Grid,
+    barrier_is_measured,
+    grid_barrier_allowed,
+    requested_features,
+    requested_limits,
+)
 from llamagpu.gpu.fuse import Stage, fuse
 
 TEXTURE_USAGE = wgpu.TextureUsage.STORAGE_BINDING | wgpu.TextureUsage.COPY_SRC | wgpu.TextureUsage.COPY_DST
@@ -55,15 +62,20 @@ class Dispatch:
         return self.grid(rows, position) if callable(self.grid) else self.grid
 
     @cached_property
+    def checked_source(self) -> str:
+        """With a check of the subgroup size, for a kernel that relies on it. A fused kernel has one of its own."""
+        uses = self.kernel != "fused_layers" and shaders.SUBGROUP_OPERATION.search(self.source)
+        return shaders.check_subgroups(self.source, self.gpu.caps.subgroup) if uses else self.source
+
+    @cached_property
     def pipeline(self) -> Any:
-        return self.gpu.pipeline(self.source, self.kernel)
+        return self.gpu.pipeline(self.checked_source, self.kernel)
 
     @cached_property
     def bind_group(self) -> Any:
-        numbers = shaders.binding_numbers(self.source)
+        numbers, bindings = shaders.binding_numbers(self.checked_source), {"status": self.gpu.status, **self.bindings}
         entries = [
-            {"binding": number, "resource": bind_group_resource(self.bindings[name])}
-            for name, number in numbers.items()
+            {"binding": number, "resource": bind_group_resource(bindings[name])} for name, number in numbers.items()
         ]
         layout = self.pipeline.get_bind_group_layout(0)
         return self.gpu.device.create_bind_group(layout=layout, entries=entries, label=self.kernel)
@@ -80,7 +92,7 @@ class Gpu:
         features = requested_features(adapter.features)
         self.features = set(features)
         self.device = adapter.request_device_sync(required_features=features, required_limits=self.limits)
-        self.unchecked = os.environ.get("LLAMAGPU_UNCHECKED", "1") != "0"
+        self.unchecked = may_be_unchecked(self.info["backend_type"])
         self.submit_worker = ThreadPoolExecutor(
             1, "submit"
         )  # see Recorder; its thread starts with the first submission
@@ -91,7 +103,9 @@ class Gpu:
         self.compile_seconds = 0.0
         self.pipelines: dict[str, Any] = {}
         self.staging: list[Any] = []
-        limits = self.limits
+        self.status: Buffer = self.device.create_buffer(size=16, usage=STORAGE_USAGE, label="status")
+        self.unproven = False  # kernels that rely on the subgroup size were compiled, and nobody has looked at `status`
+        limits, coherent = self.limits, "memory-decoration-coherent" in self.features
         self.caps = Caps(
             cpu=self.info["adapter_type"] == "CPU",
             native_f16=self._probe_native_f16(),
@@ -104,7 +118,10 @@ class Gpu:
             texture_side=limits["max-texture-dimension-2d"],
             scalar=os.environ.get("LLAMAGPU_SCALAR") == "1",
             shader_f16="shader-f16" in self.features,
-            grid_barrier=grid_barrier_allowed(self.info["adapter_type"], self.info["backend_type"]),
+            coherent=coherent,
+            measured_barrier=barrier_is_measured(self.info),
+            compares_fused=not barrier_is_measured(self.info) and os.environ.get("LLAMAGPU_FUSED") != "1",
+            grid_barrier=grid_barrier_allowed(self.info, coherent),
         )
 
     @classmethod
@@ -185,6 +202,12 @@ class Gpu:
             encoder.copy_buffer_to_buffer(source.buffer, source.offset, target.buffer, target.offset, source.size)
         self.device.queue.submit([encoder.finish()])
 
+    def clear(self, ranges: Sequence[BufferRange]) -> None:
+        encoder = self.device.create_command_encoder()
+        for zeroed in ranges:
+            encoder.clear_buffer(zeroed.buffer, zeroed.offset, zeroed.size)
+        self.device.queue.submit([encoder.finish()])
+
     def staging_buffer(self, size: int) -> Any:
         """A mappable buffer of this size, reused if possible."""
         for i, buffer in enumerate(self.staging):
@@ -261,6 +284,7 @@ class Gpu:
             stage = {"module": module, "entry_point": "main"}
             self.pipelines[source] = self.device.create_compute_pipeline(layout="auto", compute=stage, label=label)
             self.compile_seconds += time.perf_counter() - started
+            self.unproven |= bool(shaders.SUBGROUP_OPERATION.search(source))
         return self.pipelines[source]
 
     def dispatch(
@@ -283,8 +307,14 @@ class Gpu:
 
     def fused(self, stages: Sequence[Stage], workgroups: int, barrier: AnyBuffer, layers: Buffer) -> Dispatch:
         """One dispatch that runs the stages, all of the same workgroup size, for each layer of the table `layers`."""
-        source, bindings = fuse(stages, workgroups, self.caps.subgroup, barrier, layers)
+        source, bindings = fuse(stages, workgroups, self.caps, barrier, layers)
         return Dispatch(self, "fused_layers", source, {}, bindings, (workgroups, 1, 1), op="layers")
+
+    def prove_subgroups(self) -> None:
+        """Give subgroups up for good if a kernel has found them to be of another size than it was made for."""
+        self.unproven = False
+        if self.read(self.status, np.uint32, 1)[0]:
+            self.caps = replace(self.caps, subgroup=0, grid_barrier=False)
 
     # Probes: adapter.info and adapter.features are not always true
 
@@ -327,6 +357,11 @@ class Gpu:
         work.end()
         self.device.queue.submit([encoder.finish()])
         return np.frombuffer(self.device.queue.read_buffer(buffer), np.uint32)
+
+
+def may_be_unchecked(backend: str) -> bool:
+    """Whether shaders go without bounds checks. Not on Metal, where an index out of bounds can stop the machine."""
+    return backend != "Metal" and os.environ.get("LLAMAGPU_UNCHECKED", "1") != "0"
 
 
 def _locate(buffer: AnyBuffer, offset: int) -> tuple[Buffer, int]:

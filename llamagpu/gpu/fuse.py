@@ -8,9 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 from typing import Any
 
 from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange
+from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.shaders import Const, compose, read
 
 GLOBAL_NAME = re.compile(r"^(?:const|fn|struct|alias|var<private>|var<workgroup>) (\w+)", re.M)
@@ -18,6 +20,8 @@ BOUND = re.compile(r"^@group\(0\) @binding\(\d+\) var<([^>]+)> (\w+): ([^;]+);.*
 SHARED_ARRAY = re.compile(r"^var<workgroup> (\w+): array<(.+), ([^,]+)>;.*$", re.M)
 ENTRY_POINT = re.compile(r"^@compute @workgroup_size\(WORKGROUP\)\nfn main\((.*?)\) \{", re.M | re.S)
 STRUCT = re.compile(r"^struct (\w+) \{(.*)\}", re.M)
+ALIAS = re.compile(r"^alias (\w+) = ([^;]+);", re.M)
+COMMENT = re.compile(r" *//.*")
 BUILTINS = {"workgroup_id": "workgroup", "num_workgroups": "grid", "local_invocation_index": "index"}
 
 
@@ -36,24 +40,26 @@ class Stage:
 
 
 def fuse(
-    stages: Sequence[Stage], workgroups: int, subgroup: int, barrier: AnyBuffer, layers: Buffer
+    stages: Sequence[Stage], workgroups: int, caps: Caps, barrier: AnyBuffer, layers: Buffer
 ) -> tuple[str, dict[str, Bindable]]:
     """The source of a kernel that runs the stages for each layer, and its bindings by name.
 
-    The names of a stage get its number. Bindings, structs and workgroup memory are declared once, and what any stage
-    writes is writable for all. `layers` is the layer table: the number of layers, then for each layer and column the
-    variant (upper 16 bits) and the slab index of its weights (lower 16 bits).
+    The names of a stage get its number. Bindings, structs and workgroup memory are declared once. What any stage writes
+    is writable for all and has one type (element_types); where the barrier is not measured it is coherent, and a wait
+    ends with a fence. `layers` is the layer table: the number of layers, then for each layer and column the variant
+    (upper 16 bits) and the slab index of its weights (lower 16 bits).
     """
-    bound = [(mode, stage.bindings[name]) for stage in stages for mode, name, _ in BOUND.findall(stage.source)]
-    written = {identity(binding) for mode, binding in bound if "write" in mode}
+    written = element_types(stages)
     bindings: dict[str, Bindable] = {"grid_barrier": barrier, "layers": layers}
     known: dict[tuple[Any, str], str] = {}  # name of a binding, by its identity and the type it is bound as
     shared: dict[tuple[str, str], list[str]] = {}  # sizes of an array in workgroup memory, by its name and type
-    consts: dict[str, Const] = {"WORKGROUPS": workgroups, "SUBGROUP": subgroup, "LAYER_ROWS": layers.size // 16}
+    safe = not caps.measured_barrier
+    consts: dict[str, Const] = {"WORKGROUPS": workgroups, "SUBGROUP": caps.subgroup, "FENCE": safe}
+    consts["LAYER_ROWS"] = layers.size // 16
     structs: dict[str, str] = {}  # name of a struct, by its fields: stages that share a binding share its type
     texts = [compose("grid_barrier", (), consts)]
     for number, stage in enumerate(stages):
-        text = stage.source.replace(read("unfused"), "")
+        text = COMMENT.sub("", stage.source.replace(read("unfused"), ""))
         renamed = {name: f"{name}_{number}" for name in GLOBAL_NAME.findall(text)}
         fields: set[str] = set()
         for name, body in STRUCT.findall(text):
@@ -62,12 +68,19 @@ def fuse(
             if renamed[name] != f"{name}_{number}":
                 text = re.sub(rf"^struct {name} .*$", "", text, flags=re.M)
         for mode, name, wgsl_type in BOUND.findall(text):
-            this = identity(stage.bindings[name])
+            this, declaration = identity(stage.bindings[name]), ""
+            if this in written:
+                target = element_type(text, wgsl_type)
+                mode, wgsl_type = "storage, read_write", f"array<{written[this]}>"
+                if target != written[this]:
+                    declaration = accessors(name, target, written[this])
+                    text = call_accessors(text, name)
+                    renamed |= {f"{verb}_{name}": f"{verb}_{name}_{number}" for verb in ("load", "store")}
             renamed[name] = known.setdefault((this, wgsl_type), f"{name}_{number}")
-            declaration = ""
             if renamed[name] not in bindings:
-                mode = "storage, read_write" if this in written else mode
-                declaration = f"@group(0) @binding({len(bindings)}) var<{mode}> {name}: {wgsl_type};"
+                # a line of its own: declarations begin with @group
+                attribute = "@coherent\n" if safe and caps.coherent and this in written else ""
+                declaration += f"{attribute}@group(0) @binding({len(bindings)}) var<{mode}> {name}: {wgsl_type};"
                 bindings[renamed[name]] = stage.bindings[name]
             text = re.sub(rf"^@group\(0\) @binding\(\d+\) var<[^>]+> {name}:.*$", declaration, text, flags=re.M)
         for name, wgsl_type, _ in SHARED_ARRAY.findall(text):
@@ -94,6 +107,84 @@ def fuse(
         f"  for (layer_index = 0u; layer_index < layers[0].x; layer_index++) {{\n{layer_body(stages)}  }}\n}}\n"
     )
     return "\n".join(texts), bindings
+
+
+def element_types(stages: Sequence[Stage]) -> dict[tuple[int, int], str]:
+    """For each buffer that a stage writes, by its identity: the element type that the fused kernel binds it as.
+
+    WGSL lets no two variables overlap if one is written, so there is one: the largest vector that a stage uses.
+    """
+    types: dict[tuple[int, int], set[str]] = {}
+    written = set()
+    for stage in stages:
+        for mode, name, wgsl_type in BOUND.findall(stage.source):
+            this = identity(stage.bindings[name])
+            if "write" in mode:
+                written.add(this)
+            if wgsl_type.startswith("array<"):
+                types.setdefault(this, set()).add(vector_of(element_type(stage.source, wgsl_type)))
+    return {this: max(sorted(types[this]), key=words) for this in written}
+
+
+def element_type(source: str, array: str) -> str:
+    """Of `array<T>`, T without aliases."""
+    element = array.removeprefix("array<").removesuffix(">")
+    aliases: dict[str, str] = dict(ALIAS.findall(source))
+    return aliases.get(element, element)
+
+
+def words(wgsl_type: str) -> int:
+    """32-bit words of a scalar, vector or matrix."""
+    kind, _, component = wgsl_type.partition("<")
+    return prod(map(int, re.findall(r"\d", kind))) if component else 1
+
+
+def scalar_of(wgsl_type: str) -> str:
+    return wgsl_type.rpartition("<")[2].rstrip(">")
+
+
+def vector_of(wgsl_type: str) -> str:
+    return f"vec4<{scalar_of(wgsl_type)}>" if words(wgsl_type) > 4 else wgsl_type
+
+
+def accessors(name: str, target: str, element: str) -> str:
+    """WGSL functions that load and store a `target` in an array of another element type.
+
+    Two invocations may store components of one vector: every backend of naga stores a component alone.
+    """
+    count, size = words(target), words(element)
+    if count > size:
+        parts = ", ".join(f"{name}[{count // size}u * i + {k}u]" for k in range(count // size))
+        return f"fn load_{name}(i: u32) -> {target} {{ return {target}({parts}); }}\n"
+    at = [f"{name}[({count}u * i + {k}u) / {size}u][({count}u * i + {k}u) % {size}u]" for k in range(count)]
+    values = ["v"] if count == 1 else [f"v[{k}]" for k in range(count)]
+    loads = ", ".join(cast(place, scalar_of(element), scalar_of(target)) for place in at)
+    stored = (cast(value, scalar_of(target), scalar_of(element)) for value in values)
+    stores = " ".join(f"{place} = {value};" for place, value in zip(at, stored, strict=True))
+    return (
+        f"fn load_{name}(i: u32) -> {target} {{ return {target}({loads}); }}\n"
+        f"fn store_{name}(i: u32, v: {target}) {{ {stores} }}\n"
+    )
+
+
+def cast(value: str, source: str, target: str) -> str:
+    return value if source == target else f"bitcast<{target}>({value})"
+
+
+def call_accessors(text: str, name: str) -> str:
+    """Replace `name[i] = v;` by `store_name(i, v);` and `name[i]` by `load_name(i)`."""
+    while found := re.search(rf"(?<![\w.]){name}\[", text):
+        end, depth = found.end(), 1
+        while depth:
+            depth += {"[": 1, "]": -1}.get(text[end], 0)
+            end += 1
+        before, index, after = text[: found.start()], text[found.end() : end - 1], text[end:]
+        if after.startswith(" = "):
+            value, _, after = after.removeprefix(" = ").partition(";")
+            text = f"{before}store_{name}({index}, {value});{after}"
+        else:
+            text = f"{before}load_{name}({index}){after}"
+    return text
 
 
 def rename(text: str, names: Mapping[str, str]) -> str:

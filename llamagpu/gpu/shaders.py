@@ -16,6 +16,8 @@ Const = int | float | bool
 
 CONST = re.compile(r"^const (\w+): (u32|f32|bool) = ([^;]+);", re.M)
 BINDING = re.compile(r"^@group\(0\) @binding\((\d+)\) var(?:<([^>]+)>)? (\w+):", re.M)
+SUBGROUP_OPERATION = re.compile(r"\bsubgroup[A-Z]\w*\(")
+ENTRY = re.compile(r"^(@compute @workgroup_size\(\w+\)\nfn main\([^)]*(?:\([^)]*\)[^)]*)*)\) \{\n", re.M)
 FUSED_CALLS = re.compile(
     r"(?<!fn )\b(layer\(\)|slab_index\(\)|wait\(index)"
 )  # defined by unfused.wgsl outside of a fused kernel
@@ -87,6 +89,24 @@ def constants(name: str) -> dict[str, int]:
 def binding_numbers(source: str) -> dict[str, int]:
     """Name -> binding number, so that bind groups are built by name."""
     return {name: int(number) for number, _, name in BINDING.findall(source)}
+
+
+def check_subgroups(source: str, lanes: int) -> str:
+    """The kernel, with a check that its subgroups have `lanes` lanes; the word `status` tells if they have not.
+
+    Drivers choose the size by kernel. Some report a fixed one as `subgroup_size`, so the lanes are counted too.
+    """
+    number = max(binding_numbers(source).values()) + 1
+    entry = ENTRY.search(source)
+    assert entry, "a kernel has an entry point"
+    checked = (
+        f"{entry[1]}, @builtin(subgroup_size) subgroup_lanes: u32) {{\n"
+        "  let subgroup_active = countOneBits(subgroupBallot(true));\n"
+        "  let subgroup_count = subgroup_active.x + subgroup_active.y + subgroup_active.z + subgroup_active.w;\n"
+        f"  if (subgroup_lanes != {lanes}u || subgroup_count != {lanes}u) {{ atomicStore(&status, 1u); }}\n"
+    )
+    binding = f"@group(0) @binding({number}) var<storage, read_write> status: atomic<u32>;\n"
+    return source[: entry.start()] + binding + checked + source[entry.end() :]
 
 
 def create_module(device: Any, source: str, label: str, unchecked: bool) -> Any:
