@@ -30,6 +30,7 @@ from llamagpu.errors import (
     error_context,
     is_whole,
 )
+from llamagpu.files.chat_template import render
 from llamagpu.files.config import ModelConfig
 from llamagpu.files.tokenizer import StreamDecoder, Tokenizer
 from llamagpu.gpu.device import Gpu, map_device_lost
@@ -218,8 +219,6 @@ class Llama:
         >>> "Hello!" in llama.render_chat([{"role": "user", "content": "Hello!"}])
         True
         """
-        from llamagpu.files.chat_template import render  # here: raw text does not need jinja2
-
         check_messages(messages)
         template, tokenizer = self.tokenizer.chat_template, self.tokenizer
         if template is None:

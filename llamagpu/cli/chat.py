@@ -9,6 +9,7 @@ from llamagpu.cli.generate import sampling
 from llamagpu.cli.models import find_model, open_model
 from llamagpu.cli.terminal import interruptible, log
 from llamagpu.engine.options import EngineOptions
+from llamagpu.files import chat_template
 from llamagpu.hub.catalogue import DEFAULT
 
 
@@ -39,6 +40,7 @@ def chat(
     Piped, each line of standard input is a message.
     """
     path = find_model(model, hf_repo, offline, quiet)
+    chat_template.start()
     options = EngineOptions(device, ctx_size or None, ubatch, cache_type, precision)
     with interruptible() as check:
         llama = open_model(path, options, quiet, verbose, check)

@@ -25,6 +25,7 @@ from llamagpu.cli.terminal import (
 )
 from llamagpu.cli.tokenize import check_bytes
 from llamagpu.engine.options import EngineOptions
+from llamagpu.files import chat_template
 from llamagpu.hub.catalogue import DEFAULT
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ def generate(
     if prompt_cache and not prompt_cache_ro:
         check_folder(prompt_cache)
     path = find_model(model, hf_repo, offline, quiet)
+    if not raw:
+        chat_template.start()
     options = EngineOptions(device, ctx_size or None, ubatch, cache_type, precision)
     with interruptible() as check:
         llama = open_model(path, options, quiet, verbose, check)
