@@ -248,14 +248,47 @@ def test_a_tensor_with_two_names_is_refused(tmp_path):
     fails(hf_folder(tmp_path / "m", config, weights), "under another name")
 
 
-def test_layers_beyond_the_last_are_kept_and_derived_tensors_are_not(tmp_path):
-    """A layer number may be large: no table of that size is made."""
+def test_derived_tensors_are_left_out(tmp_path):
     config = hf_config()
     weights = hf_weights(config)
-    more = {f"model.layers.{1 << 40}.mlp.up_proj.weight": np.ones((4, 32), np.float32)}
-    more |= {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
     file = converted(hf_folder(tmp_path / "m", config, weights | more))
-    assert len(file.tensors) == len(weights) + 1 and f"blk.{1 << 40}.ffn_up.weight" in file.tensors
+    assert len(file.tensors) == len(weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.2.mlp.up_proj.weight", (96, 64)),
+        (f"model.layers.{1 << 40}.mlp.up_proj.weight", (96, 64)),  # no table of that size is made
+        ("model.norm.bias", (64,)),
+        ("lm_head.bias", (288,)),
+        ("model.layers.00.mlp.up_proj.weight", (96, 64)),
+        ("model.layers.\u0660.mlp.up_proj.weight", (96, 64)),
+    ],
+)
+def test_surplus_tensors_are_refused(tmp_path, name, shape):
+    """llama.cpp refuses a file with a tensor too many, and the engine would leave it out of its arithmetic."""
+    config = hf_config()
+    folder = hf_folder(tmp_path / "m", config, hf_weights(config) | {name: np.ones(shape, np.float32)})
+    assert fails(folder, "no place in a llama model").exit_code == 4
+
+
+def test_fewer_layers_than_the_tensors_have_are_refused(tmp_path):
+    folder = hf_folder(tmp_path / "m", hf_config(num_hidden_layers=1), hf_weights(hf_config()))
+    fails(folder, "blk.1.", "no place in a llama model of 1 layer")
+
+
+def test_overlapping_tensors_are_refused(tmp_path):
+    folder = hf_folder(tmp_path / "m", hf_config(), hf_weights(hf_config()))
+    raw = (folder / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:end])
+    gate = header["model.layers.0.mlp.gate_proj.weight"]["data_offsets"]
+    header["model.layers.0.mlp.up_proj.weight"]["data_offsets"] = gate
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + raw[end:])
+    fails(folder, "model.safetensors", "overlap")
 
 
 ENTRIES = (
@@ -509,6 +542,20 @@ def test_damaged_sentencepiece_is_refused(tmp_path, raw, message):
     (tmp_path / "tokenizer.model").write_bytes(raw)
     with pytest.raises(LlamaGpuError, match=message):
         vocab.vocabulary(tmp_path, 288, {})
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("added_tokens.json", '{"<new>": 286, "<s>": 287}', ("token 1 '<s>'", "twice")),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"2_87": {"content": "<new>"}}}', ("<new>", "2_87")),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {" 287": {"content": "<new>"}}}', ("<new>", "287")),
+    ],
+)
+def test_added_tokens_that_cannot_be_are_refused(tmp_path, file, text, words):
+    folder = hf_folder(tmp_path / "m", hf_config(), hf_weights(hf_config()))
+    (folder / file).write_text(text)
+    fails(folder, *words)
 
 
 def test_missing_and_unknown_tokenizers_are_refused(tmp_path):

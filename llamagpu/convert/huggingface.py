@@ -25,7 +25,7 @@ from llamagpu.files.storage import rope_rows
 # names of other libraries, whose q and k have another row order, and of parts that are not supported, such as experts.
 HF_NAME = re.compile(
     r"(?:model\.(?:embed_tokens|norm)|lm_head|"
-    r"model\.layers\.(\d+)\.(?:self_attn\.\w+_(?:proj|norm)|mlp\.\w+_proj|\w+_layernorm))"
+    r"model\.layers\.(0|[1-9][0-9]*)\.(?:self_attn\.\w+_(?:proj|norm)|mlp\.\w+_proj|\w+_layernorm))"
 )
 MAX_COUNT = 1 << 24  # of anything that config.json counts
 QUANTISED_ARRAYS = ("qweight", "qzeros", "scales", "g_idx")
@@ -199,7 +199,7 @@ def name_tensors(
             continue
         prefix, _, suffix = name.rpartition(".")
         base = gguf_name(names, prefix)
-        if base == "output" and tied:
+        if base == "output" and tied and suffix != "bias":
             continue
         known = suffix in ("weight", "bias") or (quantisation and suffix in QUANTISED_ARRAYS)
         if base is None or not known:

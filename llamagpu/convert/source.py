@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from llamagpu.convert import vocab
 from llamagpu.convert.awq_gptq import QuantisedMatrix
 from llamagpu.errors import BadFile, Unsupported
-from llamagpu.files.config import ModelConfig, check_tensors, tensor_shapes
-from llamagpu.files.gguf_file import BLOCKS, GgufFile, RawTensor, unsupported_type
+from llamagpu.files.architectures import REMEDY_ARCHITECTURE
+from llamagpu.files.config import ModelConfig, check_tensors, tensor_shapes, used_shapes
+from llamagpu.files.gguf_file import BLOCKS, GgufFile, RawTensor, shown, unsupported_type
 from llamagpu.files.repack import to_f32
 from llamagpu.files.safetensors_file import Stored, widen
+from llamagpu.files.tokenizer import Tokenizer
 
 Rows = Callable[[int, int], NDArray[np.float32]]  # start, stop -> [stop - start, k]
 # Metadata about the file, not the model
@@ -47,11 +49,16 @@ class Source:
     config: ModelConfig = field(init=False)
 
     def __post_init__(self) -> None:
-        """Refuse an incomplete model (see `check_tensors`)."""
+        """Refuse what would become a file that nothing loads."""
         empty = np.zeros(0, np.uint8)
         shapes = {t.name: t.raw or RawTensor(t.name, "F16", t.shape, empty) for t in self.tensors.values()}
         self.config = ModelConfig.from_gguf(self.metadata, shapes)
         check_tensors(self.config, shapes)
+        if surplus := sorted(shapes.keys() - used_shapes(self.config, shapes)):
+            layers = f"{self.config.layers} layer{'s' * (self.config.layers > 1)}"
+            cause = f"tensor {shown(surplus[0])} has no place in a {self.config.arch} model of {layers}"
+            raise Unsupported(cause, REMEDY_ARCHITECTURE)
+        Tokenizer.from_gguf(self.metadata)
 
     @property
     def nbytes(self) -> int:

@@ -231,7 +231,9 @@ def sentencepiece(folder: Path, size: int, settings: dict[str, Any]) -> dict[str
     for text, id in read_json(folder / "added_tokens.json").items():
         vocab.add(id, text, False)
     for id, token in (settings.get("added_tokens_decoder") or {}).items():
-        vocab.add(int(id), token.get("content"), token.get("special", False))
+        vocab.add(
+            int(id) if re.fullmatch("0|[1-9][0-9]{,8}", id) else id, token.get("content"), token.get("special", False)
+        )
     found = vocab.metadata("llama", "default")
     flags = {Keys.Tokenizer.ADD_BOS: True, Keys.Tokenizer.ADD_EOS: False, Keys.Tokenizer.ADD_PREFIX: prefix}
     return found | flags

@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,11 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
         raise bad("its notes (__metadata__) are not text")
     base = 8 + length
-    return {name: _stored(path, name, entry, base, size) for name, entry in header.items()}, notes
+    arrays = {name: _stored(path, name, entry, base, size) for name, entry in header.items()}
+    for left, right in pairwise(sorted(arrays.values(), key=lambda array: (array.offset, array.nbytes))):
+        if left.offset + left.nbytes > right.offset:
+            raise bad(f"tensors {shown(left.name)} and {shown(right.name)} overlap")
+    return arrays, notes
 
 
 def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Stored:
