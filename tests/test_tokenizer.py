@@ -3,6 +3,7 @@
 import functools
 import math
 import random
+import re
 import time
 import unicodedata
 from itertools import pairwise
@@ -15,7 +16,7 @@ from package_data import english_text, vectors, vocabulary
 
 from llamagpu.errors import BadArgument, BadFile, LlamaGpuError, Unsupported
 from llamagpu.files.gguf_file import GgufFile
-from llamagpu.files.tokenizer import BYTE_LETTERS, PATTERN_OF, SPACE, Tokenizer
+from llamagpu.files.tokenizer import BYTE_LETTERS, PATTERN_OF, PATTERNS, SPACE, Tokenizer
 
 BPE_VOCABS = ("gpt-2", "llama-bpe", "qwen2", "refact")
 VOCABS = (*BPE_VOCABS, "llama-spm", "phi-3")
@@ -71,6 +72,29 @@ def mixed_text(seed: int, length: int) -> str:
     rng = random.Random(seed)
     common = [*"  \n\t\u00a0aB7!?~'_", "\r\n", "'s", "'LL", "42"]
     return "".join(rng.choice(rng.choice((letters(), common, common))) for _ in range(length))
+
+
+@pytest.mark.parametrize("pre", sorted(PATTERNS))
+@pytest.mark.parametrize("end", ["1", "\u4f60"])
+def test_many_blanks_take_linear_time(pre: str, end: str) -> None:
+    text = " " * 80_000 + end
+    start = time.process_time()
+    words = list(Tokenizer.from_gguf(small_bpe(pre=pre))._words(text, True))
+    assert "".join(words) == text and time.process_time() - start < 10  # a quadratic pattern takes 40 s
+
+
+def test_blanks_at_the_end_of_a_piece() -> None:
+    """The linear pattern of deepseek-llm splits as llama.cpp's does, which is the obvious one."""
+    patterns, rng = PATTERNS["deepseek-llm"], random.Random(4)
+    obvious = Tokenizer.from_gguf(small_bpe(pre="deepseek-llm"))
+    obvious._patterns = [  # type: ignore[attr-defined]
+        (re.compile(r"\s+$"), False) if "$" in pattern else compiled
+        for pattern, compiled in zip(patterns, obvious._patterns, strict=True)  # type: ignore[attr-defined]
+    ]
+    fast = Tokenizer.from_gguf(small_bpe(pre="deepseek-llm"))
+    for _ in range(3000):
+        text = "".join(rng.choices(" \t\n\r\u3000\x1ca1\u4f60!", k=rng.randrange(12)))
+        assert fast._words(text, True) == obvious._words(text, True), repr(text)
 
 
 def small_bpe(**changes: Any) -> dict[str, Any]:

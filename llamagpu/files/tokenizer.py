@@ -78,9 +78,9 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "bailingmoe": (_llama3(DIGIT).replace(r"\s*[\r\n]+", r"\s*[\r\n]"),),
     "bloom": (BLOOM,),
     "viking": (BLOOM, DIGIT),
-    "deepseek-llm": (
+    "deepseek-llm": (  # (?<!\s): a search that starts at each of n blanks takes time n * n
         r"[\r\n]", rf"\s?[{CASED}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-        r"\s+$", "[\u0800-\u9fa5\uac00-\ud7ff]+", f"[{NUMBER}]+",
+        r"(?<!\s)\s+$", "[\u0800-\u9fa5\uac00-\ud7ff]+", f"[{NUMBER}]+",
     ),
     "deepseek-coder": (
         r"[\r\n]", rf"\s?[{LETTER}]+", rf"\s?[{PUNCTUATION}]+", "[\u0800-\u9fa5\uac00-\ud7ff]+", DIGIT,
