@@ -474,14 +474,64 @@ def test_unknown_split_pattern_is_refused(tmp_path):
         vocab.bpe(path, 50257)
 
 
-def test_hostile_tokenizer_json_is_refused(tmp_path):
-    """The prefix makes the tokenizers library panic, which is not an Exception in Python."""
+def test_hostile_tokenizer_json_is_refused(tmp_path, capfd):
+    """The prefix makes the tokenizers library panic: nothing of that is printed."""
     original = GgufFile(vocabulary("gpt-2")).metadata
     path = tmp_path / "tokenizer.json"
     for model in ({"continuing_subword_prefix": "</s>"}, {"merges": ["\u2603 \u2603"]}, {"vocab": {"a": 1.5}}):
         path.write_text(json.dumps(bpe_json(original, [byte_level(True)], **model)))
         with pytest.raises(BadFile):
             vocab.bpe(path, 50257)
+    assert capfd.readouterr() == ("", "")
+
+
+PADDING = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+PADDING |= {"pad_type_id": 0, "pad_token": "!"}
+TRUNCATION = {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"padding": PADDING | {"strategy": {"Fixed": 512}}, "truncation": TRUNCATION},
+        {"padding": PADDING | {"strategy": {"Fixed": 2_000_000_000}}},
+        {"padding": PADDING | {"pad_to_multiple_of": 2_000_000_000}},
+    ],
+)
+def test_padding_and_truncation_do_not_matter(tmp_path, settings):
+    original = GgufFile(vocabulary("gpt-2")).metadata
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(bpe_json(original, [byte_level(True)]) | settings))
+    found = vocab.bpe(path, 50257)
+    assert found["tokenizer.ggml.pre"] == "gpt-2" and found["tokenizer.ggml.add_eos_token"] is False
+
+
+def template_processing(uses: int, ids: int) -> dict[str, Any]:
+    special = {"x": {"id": "x", "ids": [0] * ids, "tokens": ["!"] * ids}}
+    text: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    single = text + [{"SpecialToken": {"id": "x", "type_id": 0}}] * uses
+    return {"type": "TemplateProcessing", "single": single, "pair": text, "special_tokens": special}
+
+
+DOUBLING = [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 33
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"post_processor": template_processing(uses=100_000, ids=10_000)},
+        {"post_processor": template_processing(uses=100, ids=10_000)},
+        {"normalizer": {"type": "Sequence", "normalizers": DOUBLING}},
+    ],
+)
+def test_tokenizer_json_that_explodes_is_refused(tmp_path, settings, monkeypatch):
+    monkeypatch.setattr(vocab, "CPU_SECONDS", 2)
+    original = GgufFile(vocabulary("gpt-2")).metadata
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(bpe_json(original, [byte_level(True)]) | settings))
+    with pytest.raises(BadFile, match=r"tokenizer\.json"):
+        vocab.bpe(path, 50257)
 
 
 def test_sentencepiece_from_tokenizer_model_and_tokenizer_json(tmp_path):

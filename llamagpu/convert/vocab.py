@@ -6,6 +6,7 @@ A vocabulary from tokenizer.json is checked on a text: it must give the ids of t
 import json
 import re
 import struct
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 from gguf import Keys, TokenType
 
+from llamagpu.convert import original_tokenizer
 from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
 from llamagpu.files.gguf_file import shown
+from llamagpu.files.isolated import isolated_python
 from llamagpu.files.tokenizer import PATTERNS, SPACE, WHOLE_WORD_FIRST, Tokenizer
 
 LAST_SCORE = -1000.0  # of a token without a score: SentencePiece merges it after all others
@@ -29,6 +32,7 @@ SPECIAL_IDS = {
     "unk": Keys.Tokenizer.UNK_ID,
     "pad": Keys.Tokenizer.PAD_ID,
 }
+CPU_SECONDS, WALL_SECONDS = 20, 200  # for the original tokenizer to encode CHECK; Llama 3's takes 0.7
 REMEDY_REFETCH_IT = "Fetch it again."
 # A text with everything that the patterns distinguish: digits, case, contractions, whitespace, marks, scripts.
 CHECK = (
@@ -176,18 +180,27 @@ def restore_scores(vocab: Vocabulary, unknown: str | None, merges: list[str]) ->
             vocab.types[id] = TokenType.UNKNOWN if text == unknown else TokenType.BYTE
 
 
+def original_ids(path: Path, *texts: str) -> list[tuple[list[int], list[int]]]:
+    """The ids of each text, without and with special tokens, as the tokenizers library gives them."""
+    request = json.dumps({"path": str(path), "texts": texts, "seconds": CPU_SECONDS})
+    command = isolated_python(Path(original_tokenizer.__file__), "tokenizers")
+    try:
+        done = subprocess.run(command, input=request.encode(), capture_output=True, timeout=WALL_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise BadFile(f"{path}: reading it takes more than {WALL_SECONDS} s", REMEDY_REFETCH_IT) from None
+    except OSError as error:
+        raise LlamaGpuError(f"cannot start a process for {path}: {error}", "Try again.") from error
+    if done.returncode:
+        raise BadFile(f"{path}: reading it takes too much memory or time", REMEDY_REFETCH_IT)
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        raise BadFile(f"{path}: {shown(answer['error'])}", REMEDY_REFETCH_IT)
+    return [(plain, special) for plain, special in answer["ids"]]
+
+
 def match_original(path: Path, data: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """`found` with the settings that give the ids of the original tokenizer for CHECK."""
-    from tokenizers import Tokenizer as Original  # here: only tokenizer.json needs it
-
-    try:
-        original = Original.from_file(str(path))
-        wanted = original.encode(CHECK, add_special_tokens=False).ids
-        with_special, without_special = original.encode("a").ids, original.encode("a", add_special_tokens=False).ids
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # also panics of its Rust code, which are not Exceptions
-        raise BadFile(f"{path}: {shown(str(error))}", REMEDY_REFETCH_IT) from error
+    (wanted, _), (without_special, with_special) = original_ids(path, CHECK, "a")
     found[Keys.Tokenizer.ADD_BOS] = with_special[:1] != without_special[:1]
     found[Keys.Tokenizer.ADD_EOS] = with_special[-1:] != without_special[-1:]
     if found[Keys.Tokenizer.MODEL] == "llama":

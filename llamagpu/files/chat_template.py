@@ -5,18 +5,17 @@ no handle with this one and ends with it.
 """
 
 import atexit
-import importlib.util
 import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from llamagpu.errors import BadArgument, LlamaGpuError
+from llamagpu.files.isolated import isolated_python
 
 CPU_SECONDS = 5.0  # templates in use take 10 to 130 ms
 WALL_SECONDS = 60.0  # for a busy machine, and where the system has no limit of CPU time (Windows)
@@ -24,7 +23,6 @@ SOURCE_CHARS = 1 << 16  # the longest in use have about 30,000 and compile in 0.
 OUT_OF_MEMORY = 12  # exit status, as in template_sandbox.py
 KILLED = -getattr(signal, "SIGKILL", -1)  # exit status; 1 on Windows
 REMEDY_RAW = "Use --raw to send the prompt without the template."
-START = "import sys; sys.path += sys.argv[1:]; from template_sandbox import main; main()"
 
 
 def render(
@@ -98,13 +96,9 @@ class _Sandbox:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """Start Python without site-packages and environment: 20 ms, and 90 ms for jinja2."""
-    found = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
-    folders = [Path(spec.origin).parents[1] for spec in found if spec and spec.origin]
-    command = [sys.executable, "-I", "-S", "-c", START, *map(str, folders), str(Path(__file__).parent)]
     try:
         return subprocess.Popen(
-            command,
+            isolated_python(Path(__file__).with_name("template_sandbox.py"), "jinja2", "markupsafe"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
