@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -436,6 +437,47 @@ def test_llama2c_gives_the_gguf_it_was_made_from(tmp_path, tied):
     (tmp_path / "stories.bin").write_bytes(raw[: len(raw) // 2])
     with pytest.raises(BadFile, match="promises"):
         open_source(str(tmp_path / "stories.bin"))
+
+
+def refused_in_little_memory(path: Path, *words: str) -> None:
+    tracemalloc.start()
+    try:
+        fails(path, *words)
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1, 1_000_000), (2, 1, 1_000_000, 1, 1, 32)])
+def test_a_llama2c_header_is_not_taken_at_its_word(tmp_path, sizes):
+    """16,777,215 tokens, the most that was allowed, took 1.5 GB."""
+    (tmp_path / "stories.bin").write_bytes(struct.pack("<7i", *sizes, 8))
+    (tmp_path / "tokenizer.bin").write_bytes(bytes(4))
+    refused_in_little_memory(tmp_path / "stories.bin", "stories.bin", "promises")
+
+
+def sparse(path: Path, size: int) -> None:
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+
+def test_a_large_llama2c_vocabulary_is_refused(tmp_path):
+    path = tmp_path / "stories.bin"
+    path.write_bytes(struct.pack("<7i", 2, 1, 1, 1, 1, 8_000_000, 8))
+    sparse(path, 1 << 30)
+    refused_in_little_memory(path, "8,000,000 tokens")
+
+
+def test_a_large_embedding_table_is_refused(tmp_path):
+    config = hf_config(hidden_size=2, num_attention_heads=1, num_key_value_heads=1)
+    folder = hf_folder(tmp_path / "m", config, {})
+    entry = {"dtype": "F16", "shape": [8_000_000, 2], "data_offsets": [0, 32_000_000]}
+    text = json.dumps(
+        {"model.embed_tokens.weight": entry, "lm_head.weight": entry | {"data_offsets": [32_000_000, 64_000_000]}}
+    )
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text.encode())
+    sparse(folder / "model.safetensors", 8 + len(text) + 64_000_000)
+    refused_in_little_memory(folder, "8,000,000 tokens")
 
 
 # Tokenizers

@@ -141,6 +141,12 @@ def from_llama2c(path: Path) -> Source:
     tied, vocab_size = vocab_size > 0, abs(vocab_size)
     if not all(0 < n < 1 << 24 for n in (dim, ffn, layers, heads, kv_heads, vocab_size, context)) or dim % heads:
         raise BadFile(f"{path}: not a llama2.c model (its header makes no sense)", "Give a .gguf file or a folder.")
+    kv_width = dim // heads * kv_heads
+    layer = 2 * dim + 2 * dim * dim + 2 * kv_width * dim + 3 * ffn * dim
+    values = dim + layers * layer + vocab_size * dim * (1 if tied else 2)
+    promised = 28 + 4 * (values if tied else values + context * (dim // heads))
+    if path.stat().st_size < promised:
+        raise BadFile(f"{path}: {path.stat().st_size:,} bytes, and its header promises {promised:,}", "Fetch it again.")
     keys = {
         Keys.General.ARCHITECTURE: "llama",
         Keys.General.TYPE: "model",
@@ -170,7 +176,4 @@ def from_llama2c(path: Path) -> Source:
         offset += 4 * context * (dim // heads)  # tables of cosines and sines, no longer used
         stored = Stored(path, "output.weight", "F32", (vocab_size, dim), offset)
         tensors[stored.name] = float_tensor(stored.name, stored)
-        offset += stored.nbytes
-    if path.stat().st_size < offset:
-        raise BadFile(f"{path}: {path.stat().st_size:,} bytes, and its header promises {offset:,}", "Fetch it again.")
     return Source(path.stem, metadata, tensors, [path])

@@ -26,6 +26,7 @@ LAST_SCORE = -1000.0  # of a token without a score: SentencePiece merges it afte
 # a word which is a token (ignore_merges).
 WHOLE_WORD_PRE = ("llama-bpe", "tekken", *sorted(WHOLE_WORD_FIRST))
 FALLBACK_PRE = ("smollm", "gpt-2", "qwen2", "dbrx", "gpt-4o", *sorted(PATTERNS))
+MAX_TOKENS = 1 << 20  # the largest in use have 262,144
 SPECIAL_IDS = {
     "bos": Keys.Tokenizer.BOS_ID,
     "eos": Keys.Tokenizer.EOS_ID,
@@ -60,6 +61,8 @@ class Vocabulary:
     scores: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.size > MAX_TOKENS:
+            raise Unsupported(f"a vocabulary of {self.size:,} tokens", f"Up to {MAX_TOKENS:,} are supported.")
         self.tokens = [f"[PAD{i}]" for i in range(self.size)]
         self.types = [TokenType.UNUSED] * self.size
         self.scores = [LAST_SCORE] * self.size
