@@ -41,6 +41,7 @@ from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
 from llamagpu.files.config import ModelConfig
 from llamagpu.files.gguf_file import GgufFile
 from llamagpu.files.packed_file import ModelFile, PackedFile, open_model_file
+from llamagpu.files.safetensors_file import read_header
 from llamagpu.files.storage import PackedMatrix
 from llamagpu.files.storage import dequantize as dequantize_packed
 from llamagpu.files.tokenizer import Tokenizer
@@ -298,6 +299,8 @@ ENTRIES = (
     '{"dtype":"F32","shape":[2],"data_offsets":[8,16]}',
     '{"dtype":"F32","shape":2,"data_offsets":[0,8]}',
     '{"dtype":"F8_E4M3","shape":[8],"data_offsets":[0,8]}',
+    '{"dtype":["U8"],"shape":[8],"data_offsets":[0,8]}',
+    '{"dtype":{},"shape":[8],"data_offsets":[0,8]}',
     '{"shape":[2]}',
     "3",
 )
@@ -309,6 +312,24 @@ def test_hostile_safetensors_headers_are_refused(tmp_path, raw):
     folder = hf_folder(tmp_path / "m", hf_config(), {})
     (folder / "model.safetensors").write_bytes(raw)
     fails(folder, "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x\0y", "\ud800", "../model.safetensors", ""])
+def test_shards_that_cannot_be_are_missing(tmp_path, name):
+    folder = hf_folder(tmp_path / "m", hf_config(), hf_weights(hf_config()))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    assert len(fails(folder, "shards missing").cause) < 500
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")
+def test_a_fifo_in_a_folder_is_refused(tmp_path):
+    """Opening it would wait for ever."""
+    folder = hf_folder(tmp_path / "m", hf_config(), hf_weights(hf_config()))
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    fails(folder, "config.json", "not a regular file")
+    with pytest.raises(BadFile, match="not a regular file"):
+        read_header(folder / "config.json")
 
 
 # AWQ and GPTQ

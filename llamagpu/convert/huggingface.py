@@ -1,6 +1,7 @@
 """Reads a Hugging Face folder: config.json as GGUF metadata, the tensors by GGUF name, the tokenizer."""
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -175,7 +176,7 @@ def find_arrays(folder: Path) -> dict[str, Stored]:
         names = sorted(path.name for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     if not names:
         raise BadFile(f"{folder} has no .safetensors file", "PyTorch .bin weights must be saved as safetensors first.")
-    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    missing = [name for name in names if Path(name).name != name or not os.path.isfile(folder / name)]
     if missing:
         cause = f"{folder}: {len(missing)} of {len(names)} shards missing: {shown(missing[0])}"
         raise BadFile(cause, "Fetch the rest.")

@@ -96,6 +96,8 @@ class Vocabulary:
 def read_json(path: Path) -> dict[str, Any]:
     """{} when there is no such file."""
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+            raise BadFile(f"{path}: is not a regular file", REMEDY_REFETCH_IT)
         found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}

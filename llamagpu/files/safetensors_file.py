@@ -69,6 +69,8 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         return BadFile(f"{path}: {cause}", REMEDY_REFETCH)
 
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+            raise bad("is not a regular file")
         size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
@@ -95,7 +97,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Stored:
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        sound = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+        sound = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, start, stop))
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:
