@@ -115,6 +115,10 @@ def test_file_specs(tmp_path, monkeypatch):
     assert "is a folder" in failure(str(tmp_path))[0]
     assert failure("smolm2") == ("no such file: smolm2", "did you mean smollm2?")
     assert "cannot read" in failure("x" * 5000)[0]
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe.gguf")
+        assert "is a pipe" in failure(str(tmp_path / "pipe.gguf"))[0]
+        assert "is a device" in failure(os.devnull)[0]
 
 
 def test_import_is_light():

@@ -24,13 +24,17 @@ def temporary_name(path: Path, purpose: str) -> Path:
 def atomic_write(path: Path, size: int = 0) -> Iterator[BinaryIO]:
     """Open a file that gets its name when the block ends without an error, and is deleted otherwise.
 
-    `size` is its expected size: a disk without that space is refused before anything is written.
+    `size` is its expected size: a disk without that space is refused before anything is written. A symbolic link stays,
+    and the file that it names is replaced.
     """
-    temporary, written = temporary_name(path, "part"), None
+    target, written = Path(os.path.realpath(path)), None
+    temporary = temporary_name(target, "part")
     try:
-        if path.exists() and not path.is_file():  # a folder, or a device such as /dev/null
+        if (
+            os.path.lexists(target) and not target.is_file()
+        ):  # a folder, a device such as /dev/null, or a circle of links
             raise OSError(errno.EINVAL, "not a regular file")
-        if shutil.disk_usage(path.parent).free < size:
+        if shutil.disk_usage(target.parent).free < size:
             raise OSError(errno.ENOSPC, "no space left")
         temporary.unlink(missing_ok=True)  # left by a run that was killed
         with temporary.open("xb") as file:
@@ -40,11 +44,11 @@ def atomic_write(path: Path, size: int = 0) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         if not _same_file(temporary, written):
             raise Superseded(f"another run is writing {path} too", "Wait for it, or name another file.")
-        temporary.replace(path)
+        temporary.replace(target)
         written = None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            cause = f"no space left in {path.parent.resolve()}: {path.name} takes {size / 1e6:,.0f} MB"
+            cause = f"no space left in {target.parent}: {path.name} takes {size / 1e6:,.0f} MB"
             raise LlamaGpuError(cause, "Free some space, or write to another disk.") from error
         raise LlamaGpuError(f"cannot write {path}: {error.strerror or error}", "Name another file.") from error
     finally:

@@ -50,6 +50,9 @@ def resolve(spec: str, *, progress: bool = True, offline: bool = False) -> Path:
             return file
         if file.is_dir():
             raise BadFile(f"{spec} is a folder", "give the .gguf file inside it")
+        if file.exists():
+            kind = "pipe" if file.is_fifo() else "device"
+            raise BadFile(f"{spec} is a {kind}", "save the model to a file first: it is read more than once")
     except OSError as error:
         raise BadFile(f"cannot read {spec}: {error.strerror}", "check its name and permissions") from error
     raise BadFile(f"no such file: {spec}", _did_you_mean(spec))
