@@ -13,4 +13,4 @@ def isolated_python(module: Path, *packages: str) -> list[str]:
     found = [importlib.util.find_spec(name) for name in packages]
     folders = [Path(spec.origin).parents[1] for spec in found if spec and spec.origin]
     start = f"import sys; sys.path += sys.argv[1:]; from {module.stem} import main; main()"
-    return [sys.executable, "-I", "-S", "-c", start, *map(str, folders), str(module.parent)]
+    return [sys.executable or "python3", "-I", "-S", "-c", start, *map(str, folders), str(module.parent)]
