@@ -1,9 +1,9 @@
 """An open device, wrapped in the few calls that the engine needs."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,8 +13,8 @@ import numpy as np
 import wgpu
 from numpy.typing import DTypeLike, NDArray
 
-from llamagpu.errors import DeviceLost, DoesNotFit, LlamaGpuError
-from llamagpu.gpu import shaders
+from llamagpu.errors import DoesNotFit, LlamaGpuError, NoAdapter
+from llamagpu.gpu import readback, shaders
 from llamagpu.gpu.adapters import list_adapters, select_adapter
 from llamagpu.gpu.buffers import (
     TEXEL_BYTES,
@@ -35,9 +35,12 @@ from llamagpu.gpu.caps import (
     requested_limits,
 )
 from llamagpu.gpu.fuse import Stage, fuse
+from llamagpu.gpu.guard import GuardedThread, device_lost, release_guarded
 
 TEXTURE_USAGE = wgpu.TextureUsage.STORAGE_BINDING | wgpu.TextureUsage.COPY_SRC | wgpu.TextureUsage.COPY_DST
 STORAGE_USAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+COPY_STRIDE = 256  # of the bytes of a row, where a texture is copied to a buffer
+REMEDY_MEMORY = "use a smaller model; smaller -c and -ub need less"
 STAGING_BYTES = 64 << 20  # most bytes in flight to the device
 
 GridFunction = Callable[[int, int], Grid]  # of the rows of a step and its first position
@@ -91,11 +94,12 @@ class Gpu:
         self.limits = requested_limits(adapter.limits)
         features = requested_features(adapter.features)
         self.features = set(features)
-        self.device = adapter.request_device_sync(required_features=features, required_limits=self.limits)
+        self.lost = threading.Event()
+        self.device = open_device(adapter, features, self.limits)
+        release_guarded(self.device, self.lost)
         self.unchecked = may_be_unchecked(self.info["backend_type"])
-        self.submit_worker = ThreadPoolExecutor(
-            1, "submit"
-        )  # see Recorder; its thread starts with the first submission
+        self.submitter = GuardedThread("submit", self.lost)  # see Recorder
+        self.poller = GuardedThread("poll", self.lost)
         self.closed = False
         self.allocated_bytes = 0
         self.peak_bytes = 0
@@ -105,8 +109,15 @@ class Gpu:
         self.staging: list[Any] = []
         self.status: Buffer = self.device.create_buffer(size=16, usage=STORAGE_USAGE, label="status")
         self.unproven = False  # kernels that rely on the subgroup size were compiled, and nobody has looked at `status`
+        try:
+            self.caps = self._probe_caps()
+        except BaseException:
+            self.close()
+            raise
+
+    def _probe_caps(self) -> Caps:
         limits, coherent = self.limits, "memory-decoration-coherent" in self.features
-        self.caps = Caps(
+        return Caps(
             cpu=self.info["adapter_type"] == "CPU",
             native_f16=self._probe_native_f16(),
             subgroup=self._probe_subgroup_size(),
@@ -131,10 +142,19 @@ class Gpu:
     def close(self) -> None:
         """Free the device. Nothing that was made with it can be used afterwards."""
         self.closed = True
-        self.submit_worker.shutdown()  # finishes the submissions that it has begun
+        self.submitter.stop()
+        self.poller.stop()
         self.pipelines.clear()
         self.staging.clear()
+        self._check_lost()
         self.device.destroy()
+
+    def _check_lost(self) -> None:
+        """Note a loss that no call has met yet: a lost device makes no buffers, and must not be released."""
+        try:
+            self._create_staging(16).destroy()
+        except wgpu.GPUError:
+            self.lost.set()
 
     @property
     def name(self) -> str:
@@ -154,7 +174,7 @@ class Gpu:
         try:
             buffer: Buffer = self._create_buffer(size, STORAGE_USAGE | usage, label)
         except (wgpu.GPUOutOfMemoryError, wgpu.GPUValidationError) as error:
-            raise DoesNotFit(f"{label}: the device could not allocate {size} bytes ({first_line(error)})") from error
+            raise allocation_failed(label, size, error) from error
         self._count(size)
         return buffer
 
@@ -187,32 +207,52 @@ class Gpu:
         self.staged_bytes += size
         if self.staged_bytes >= STAGING_BYTES:
             self.staged_bytes = 0
-            self.device.queue.submit([])
-            self.device._poll_wait()
+            self.submit()
+            self.wait_idle()
+
+    def submit(self, *commands: Any) -> Any:
+        """Submit command buffers; the index of the submission."""
+        return self.submitter.call(readback.submit, self.device, *commands)
+
+    def wait_idle(self) -> None:
+        """Wait until everything that was submitted has completed."""
+        self.poller.call(readback.wait_idle, self.device)
 
     def read(self, buffer: AnyBuffer, dtype: DTypeLike, count: int, offset: int = 0) -> NDArray[Any]:
-        size = count * np.dtype(dtype).itemsize
         buffer, offset = _locate(buffer, offset)
-        return np.frombuffer(self.device.queue.read_buffer(buffer, offset, -(-size // 4) * 4), dtype, count)
+        size = -(-count * np.dtype(dtype).itemsize // 4) * 4
+        encoder, staging = self.device.create_command_encoder(), self._create_staging(size)
+        encoder.copy_buffer_to_buffer(buffer, offset, staging, 0, size)
+        return np.frombuffer(self._read_staging(encoder, staging), dtype, count)
+
+    def _read_staging(self, encoder: Any, staging: Any) -> NDArray[np.uint8]:
+        """The bytes that the encoder's commands copy to this buffer, which is freed."""
+        index = self.submit(encoder.finish())
+        data: NDArray[np.uint8] = self.poller.call(readback.read_staging, self.device, staging, index)
+        staging.destroy()
+        return data
 
     def copy(self, copies: Sequence[tuple[BufferRange, BufferRange]]) -> None:
         """Copy ranges of equal size, (source, target) each, in one submission."""
         encoder = self.device.create_command_encoder()
         for source, target in copies:
             encoder.copy_buffer_to_buffer(source.buffer, source.offset, target.buffer, target.offset, source.size)
-        self.device.queue.submit([encoder.finish()])
+        self.submit(encoder.finish())
 
     def clear(self, ranges: Sequence[BufferRange]) -> None:
         encoder = self.device.create_command_encoder()
         for zeroed in ranges:
             encoder.clear_buffer(zeroed.buffer, zeroed.offset, zeroed.size)
-        self.device.queue.submit([encoder.finish()])
+        self.submit(encoder.finish())
 
     def staging_buffer(self, size: int) -> Any:
         """A mappable buffer of this size, reused if possible."""
         for i, buffer in enumerate(self.staging):
             if buffer.size == size:
                 return self.staging.pop(i)
+        return self._create_staging(size)
+
+    def _create_staging(self, size: int) -> Any:
         usage = wgpu.BufferUsage.COPY_DST | wgpu.BufferUsage.MAP_READ
         return self.device.create_buffer(size=size, usage=usage, label="staging")
 
@@ -235,7 +275,7 @@ class Gpu:
         try:
             texture: Texture = self._create_texture(width, height, texel_format, label)
         except (wgpu.GPUOutOfMemoryError, wgpu.GPUValidationError) as error:
-            raise DoesNotFit(f"{label}: the device could not allocate {size} bytes ({first_line(error)})") from error
+            raise allocation_failed(label, size, error) from error
         self._count(size)
         return texture
 
@@ -263,9 +303,12 @@ class Gpu:
 
     def read_texture(self, texture: Texture, x: int, width: int, height: int) -> NDArray[np.uint8]:
         """The bytes of `width` columns from x on, of the first `height` rows."""
-        source, layout = {"texture": texture, "origin": (x, 0, 0)}, {"bytes_per_row": TEXEL_BYTES * width}
-        raw = self.device.queue.read_texture(source, layout, (width, height, 1))
-        return np.frombuffer(raw, np.uint8)
+        stride = -(-TEXEL_BYTES * width // COPY_STRIDE) * COPY_STRIDE
+        encoder, staging = self.device.create_command_encoder(), self._create_staging(stride * height)
+        source, target = {"texture": texture, "origin": (x, 0, 0)}, {"buffer": staging, "bytes_per_row": stride}
+        encoder.copy_texture_to_buffer(source, target, (width, height, 1))
+        rows = self._read_staging(encoder, staging).reshape(height, stride)
+        return rows[:, : TEXEL_BYTES * width].reshape(-1)
 
     def copy_textures(self, copies: Sequence[tuple[Texture, Texture]]) -> None:
         """Copy textures into larger ones, (source, target) each, in one submission."""
@@ -273,7 +316,7 @@ class Gpu:
         for source, target in copies:
             size = (source.width, source.height, 1)
             encoder.copy_texture_to_texture({"texture": source}, {"texture": target}, size)
-        self.device.queue.submit([encoder.finish()])
+        self.submit(encoder.finish())
 
     # Kernels
 
@@ -327,7 +370,7 @@ class Gpu:
         )
         try:
             return bool(self._probe(source, 1)[1:2].view(np.float32) == 2.0**-24)
-        except wgpu.GPUError:
+        except wgpu.GPUValidationError:
             return False
 
     def _probe_subgroup_size(self) -> int:
@@ -355,8 +398,8 @@ class Gpu:
         work.set_bind_group(0, group)
         work.dispatch_workgroups(1)
         work.end()
-        self.device.queue.submit([encoder.finish()])
-        return np.frombuffer(self.device.queue.read_buffer(buffer), np.uint32)
+        self.submit(encoder.finish())
+        return self.read(buffer, np.uint32, 4)
 
 
 def may_be_unchecked(backend: str) -> bool:
@@ -371,16 +414,44 @@ def _locate(buffer: AnyBuffer, offset: int) -> tuple[Buffer, int]:
     return buffer, offset
 
 
+def allocation_failed(label: str, size: int, error: wgpu.GPUError) -> LlamaGpuError:
+    if "lost" in str(error):
+        return device_lost()
+    return DoesNotFit(f"{label}: the device could not allocate {size} bytes ({last_line(error)})", REMEDY_MEMORY)
+
+
+def open_device(adapter: Any, features: Sequence[str], limits: Mapping[str, int]) -> Any:
+    try:
+        return adapter.request_device_sync(required_features=features, required_limits=limits)
+    except (wgpu.GPUError, RuntimeError) as error:
+        raise open_failed(str(adapter.info["device"]), error) from error
+
+
+def open_failed(name: str, error: Exception) -> LlamaGpuError:
+    text = str(error).lower()
+    if "lost" in text:
+        return device_lost()
+    if "memory" in text:
+        return DoesNotFit(f"{name} could not be opened: it has no memory left", REMEDY_MEMORY)
+    return NoAdapter(f"{name} could not be opened: {last_line(error)}", "choose another device with --device")
+
+
 @contextmanager
 def map_device_lost() -> Iterator[None]:
-    """Raise DeviceLost if the device is lost: wgpu has no exception for it."""
+    """Raise DeviceLost if the device is lost, DoesNotFit if it has no memory left: wgpu reports both in its texts."""
     try:
         yield
     except wgpu.GPUError as error:
-        if "lost" not in str(error):
-            raise
-        cause = "the device went away while it was working (driver reset, sleep, or out of memory)"
-        raise DeviceLost(cause, "try again; a smaller -c or -ub asks less of it") from error
+        if "lost" in str(error):
+            raise device_lost() from error
+        if "memory" in str(error):
+            raise DoesNotFit("the device has no memory left", REMEDY_MEMORY) from error
+        raise
+
+
+def last_line(error: Exception) -> str:
+    """wgpu's texts begin with the call and end with the cause."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 
 def first_line(error: Exception) -> str:

@@ -5,7 +5,6 @@ after every call. LLAMAGPU_SAFE=1 records through the objects, so that a validat
 """
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,6 +20,7 @@ from llamagpu.errors import DeviceLost
 from llamagpu.gpu.buffers import Buffer
 from llamagpu.gpu.caps import Grid
 from llamagpu.gpu.device import Dispatch, Gpu, first_line
+from llamagpu.gpu.readback import read_staging, submit
 
 REMEDY_RETRY = "try again; if it happens again, update the GPU's driver"
 Launch = tuple[Any, Any, int, int, int]  # pipeline and bind group handles, grid
@@ -58,56 +58,32 @@ class Step(NamedTuple):
 class Pending:
     """A small buffer that is being read back from the device.
 
-    `in_flight` keeps it alive until it has been waited for, also when a Ctrl-C ends the wait, and when the generation
-    that waits is garbage in a reference cycle: Python would free the staging buffer first.
+    `in_flight` keeps it alive until it has been read, also when a Ctrl-C ends the wait, and when the generation that
+    waits is garbage in a reference cycle: Python would free the staging buffer first.
     """
 
     def __init__(self, gpu: Gpu, staging: Any, submission: "Future[Any]") -> None:
         self.gpu, self.staging, self.submission = gpu, staging, submission
-        self.status, self.info = ffi.new("int *", -1), ffi.new("WGPUBufferMapCallbackInfo *")
         if staging is not None:
             in_flight.add(self)
 
     def wait(self) -> NDArray[np.uint32]:
         """The buffer's words, once the submission that wrote it has completed; later submissions may still run."""
-        handle, size = self.staging._internal, self.staging.size
-        index = self.submission.result()
-        status, info = self.status, self.info
-        info.mode = lib.WGPUCallbackMode_AllowProcessEvents
-        info.callback = on_mapped
-        info.userdata1 = status
-        lib.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Read, 0, size, info[0])
-        block = self.gpu.software  # on a GPU a blocking poll would keep the submitting thread from the device
-        while status[0] < 0:
-            lib.wgpuDevicePoll(self.gpu.device._internal, block, index if block else ffi.NULL)
-            if not block and status[0] < 0:
-                time.sleep(5e-5)
-        in_flight.remove(self)
-        if status[0] != lib.WGPUMapAsyncStatus_Success:
-            raise DeviceLost(f"results could not be read back (map status {status[0]})", REMEDY_RETRY)
-        mapped = ffi.buffer(lib.wgpuBufferGetConstMappedRange(handle, 0, size), size)
-        words = np.frombuffer(mapped, np.uint32).copy()
-        lib.wgpuBufferUnmap(handle)
-        self.gpu.staging.append(self.staging)
-        if interrupts:
-            raise interrupts.pop()
+        words: NDArray[np.uint32] = self.gpu.poller.call(self._read)
         return words
 
+    def _read(self) -> NDArray[np.uint32]:
+        try:
+            index = self.submission.result()
+            # on a GPU a blocking poll would keep the submitting thread from the device
+            data = read_staging(self.gpu.device, self.staging, index, block=self.gpu.software)
+        finally:
+            in_flight.discard(self)
+        self.gpu.staging.append(self.staging)
+        return data.view(np.uint32)
 
-def on_interrupt(error_type: Any, error: BaseException, trace: Any) -> None:
-    """Handle a Ctrl-C inside on_mapped, which C code would drop: set the status, and let Pending.wait raise it."""
-    values = trace.tb_frame.f_locals
-    ffi.cast("int *", values["result"])[0] = values["status"]
-    interrupts.append(error)
 
-
-interrupts: list[BaseException] = []
 in_flight: set[Pending] = set()
-
-
-@ffi.callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)", onerror=on_interrupt)  # type: ignore[untyped-decorator]
-def on_mapped(status: int, message: Any, result: Any, _: Any) -> None:
-    ffi.cast("int *", result)[0] = status
 
 
 class Recorder:
@@ -129,16 +105,15 @@ class Recorder:
     def _schedule(self, ahead: bool, submit: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         if self.gpu.closed:
             raise DeviceLost("the model was closed while it generated", "let the generation end, or drop it, first")
-        if ahead and not self.gpu.software:  # a software adapter needs the cores itself
-            return self.gpu.submit_worker.submit(submit, *arguments)
-        done: Future[Any] = Future()
-        done.set_result(submit(*arguments))
-        return done
+        submission = self.gpu.submitter.submit(submit, *arguments)
+        if not ahead or self.gpu.software:  # a software adapter needs the cores itself
+            submission.result()
+        return submission
 
     def drain(self) -> None:
         """Wait until the worker has submitted everything, also passes whose Pending was lost by a Ctrl-C."""
-        with suppress(RuntimeError):  # the worker is shut down, so it has submitted everything
-            self.gpu.submit_worker.submit(int).result()
+        with suppress(DeviceLost):  # or closed: nothing is left to submit
+            self.gpu.submitter.call(int)
 
     def record(self, steps: Sequence[Step], result: Buffer | None, timestamps: Any = None) -> tuple[Any, Any]:
         """The pass in a command encoder, and the staging buffer that `result` is copied to."""
@@ -157,14 +132,9 @@ class Recorder:
     def finish_and_submit(self, encoder: Any) -> Any:
         """Submit what the encoder holds; the index of the submission."""
         try:
-            commands = encoder.finish()
-            index = ffi.new("WGPUSubmissionIndex *")
-            index[0] = lib.wgpuQueueSubmitForIndex(
-                self.gpu.device.queue._internal, 1, ffi.new("WGPUCommandBuffer[]", [commands._internal])
-            )
+            return submit(self.gpu.device, encoder.finish())
         except (wgpu.GPUError, RuntimeError) as error:
             raise DeviceLost(f"the device stopped taking work: {first_line(error)}", REMEDY_RETRY) from error
-        return index
 
 
 def record_safe(work: Any, step: Step) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import wgpu
 from numpy.typing import NDArray
-from wgpu.backends.wgpu_native import ffi, lib
+from wgpu.backends.wgpu_native import lib
 
 from llamagpu.gpu.buffers import Buffer
 from llamagpu.gpu.device import Dispatch, Gpu
@@ -48,8 +48,8 @@ class Timestamps:
             used = min(QUERIES, self.count - i * QUERIES)
             if used > 0:
                 encoder.resolve_query_set(queries, 0, used, buffer, 8 * i * QUERIES)
-        device.queue.submit([encoder.finish()])
-        ticks = np.frombuffer(device.queue.read_buffer(buffer), np.uint64)
+        self.gpu.submit(encoder.finish())
+        ticks = self.gpu.read(buffer, np.uint64, self.count)
         self.count = 0
         # differences first: a float64 holds 2^53 ns, and a clock may have run longer
         period = float(lib.wgpuQueueGetTimestampPeriod(device.queue._internal))
@@ -118,7 +118,7 @@ class TimedRecorder(Recorder):
 
 def wait_idle(gpu: Gpu) -> None:
     """Wait until everything that was submitted has completed; nothing is copied or mapped for it."""
-    lib.wgpuDevicePoll(gpu.device._internal, True, ffi.NULL)
+    gpu.wait_idle()
 
 
 def busy_ns(passes: NDArray[np.float64]) -> float:
@@ -161,7 +161,7 @@ class Stopwatch:
         work.end()
         commands = encoder.finish()
         recorded = time.perf_counter()
-        device.queue.submit([commands])
+        self.gpu.submit(commands)
         submitted = time.perf_counter()
         wait_idle(self.gpu)
         count = sum(len(step.plan) for step in steps)
@@ -221,7 +221,7 @@ def driver_copy_ns(gpu: Gpu, x: Buffer, y: Buffer) -> float:
     commands = encoder.finish()
     wait_idle(gpu)
     began = time.perf_counter()
-    gpu.device.queue.submit([commands])
+    gpu.submit(commands)
     wait_idle(gpu)
     return (time.perf_counter() - began) / count * 1e9
 
