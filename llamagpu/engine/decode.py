@@ -3,11 +3,13 @@
 import time
 from collections import deque
 from collections.abc import Generator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from llamagpu.engine.device_sampler import RING
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import Segment
+from llamagpu.errors import DeviceLost
 from llamagpu.gpu.recorder import Pending, Plan, Step
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ def decode(engine: "Engine", sequence: Sequence, greedy: bool, most: int | None 
     finally:
         recorder.drain()
         for result, _ in pending:
-            if not engine.gpu.closed:  # a generation may be dropped after the model was closed
+            with suppress(DeviceLost):  # or closed, or the process ends: nobody reads this result
                 result.wait()
 
 
