@@ -295,7 +295,7 @@ def test_progress_counts_the_prompt(path, gpu):
     seen: list[tuple[int, int]] = []
     with Llama(path, device=gpu, chunk=8) as llama:
         list(llama.generate(list(range(20, 41)), max_tokens=1, progress=lambda *done: seen.append(done)))
-    assert seen == [(8, 21), (16, 21), (21, 21)]
+    assert seen == [(0, 21), (8, 21), (16, 21), (21, 21)]
 
 
 @pytest.mark.parametrize(
