@@ -730,8 +730,8 @@ def default_chunk(caps: Caps, int8: bool) -> int:
     """The default for the most token rows of a step.
 
     On an H200 1024 are 4 % faster than 512 in int8, and in f32, where they take more memory, 4 % slower. (Prompts of
-    F16 weights are f32 in `fast`, too: not measured.) On a CPU the number makes no difference (SmolLM2 on llvmpipe: 16 to
-    128 rows within 20 %, shorter steps faster), and Ctrl-C and the progress wait for the end of a step.
+    F16 weights are f32 in `fast`, too: not measured.) On a CPU the number makes no difference (SmolLM2 on llvmpipe: 16
+    to 128 rows within 20 %, shorter steps faster), and Ctrl-C and the progress wait for the end of a step.
     """
     if caps.cpu:
         return 32
