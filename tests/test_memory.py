@@ -2,12 +2,15 @@
 
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from gguf_builder import tiny_llama, tiny_parts, write_gguf
 
 from llamagpu import Llama
@@ -115,3 +118,42 @@ def test_max_memory_is_a_number(path, gpu, monkeypatch):
     monkeypatch.setenv("LLAMAGPU_MAX_MEMORY", "lots")
     with pytest.raises(LlamaGpuError, match="LLAMAGPU_MAX_MEMORY is 'lots'"):
         Llama(path, device=gpu)
+
+
+MEASURE = """
+import sys, threading, time
+from llamagpu import Llama
+from llamagpu.gpu.device import Gpu
+
+
+def anonymous():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+
+def watch():
+    while True:
+        peak[0] = max(peak[0], anonymous())
+        time.sleep(0.005)
+
+
+gpu = Gpu.open()
+before = anonymous()
+peak = [before]
+threading.Thread(target=watch, daemon=True).start()
+llama = Llama(sys.argv[1], device=gpu)
+print(max(peak[0], anonymous()) - before, llama.memory.peak)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_a_software_adapter_takes_what_is_planned(gpu, tmp_path):
+    """The machine's memory, while the weights are converted too: an embedding of 62 M weights, 8-bit on the device."""
+    if not gpu.software:
+        pytest.skip("the memory of a GPU is not the machine's")
+    keys, tensors = tiny_parts(dim=1024, heads=16, kv_heads=4, head_dim=64, ffn=1024)
+    blocks = np.zeros((60_000 * 1024 // 256, 210), np.uint8)  # Q6_K
+    tensors["token_embd.weight"] = "Q6_K", (60_000, 1024), blocks.tobytes()
+    path = write_gguf(tmp_path / "m.gguf", keys, tensors)
+    done = subprocess.run([sys.executable, "-c", MEASURE, path], capture_output=True, text=True, check=True, cwd=ROOT)
+    taken, planned = map(int, done.stdout.split())
+    assert 0.6 * planned < taken < 1.1 * planned

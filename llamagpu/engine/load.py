@@ -17,7 +17,7 @@ from llamagpu.engine import routes
 from llamagpu.engine.engine import Engine
 from llamagpu.engine.fused_decode import can_fuse
 from llamagpu.engine.kv_cache import POSITION_MULTIPLE
-from llamagpu.engine.memory import MemoryPlan, memory_limit
+from llamagpu.engine.memory import MemoryPlan, loading_bytes, memory_limit
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision, Settings
 from llamagpu.engine.precision import resolve_precision
 from llamagpu.engine.synthetic import SyntheticFile
@@ -109,7 +109,7 @@ class LoadedModel:
 
     def check_memory(self, capacity: int) -> MemoryPlan:
         """The memory plan with a KV cache of `capacity` positions. It is refused if it does not fit."""
-        return check_memory(self.source, replace(self.settings, capacity=capacity), self.gpu)
+        return check_memory(self.source, replace(self.settings, capacity=capacity), self.gpu, loading=False)
 
 
 def open_source(source: Source) -> ModelSource:
@@ -185,7 +185,7 @@ def load_model(
         return LoadedModel(source, gpu, options, engine.settings, weights, engine, memory, owns_gpu, times)
 
 
-def plan_memory(source: ModelSource, settings: Settings, gpu: Gpu) -> MemoryPlan:
+def plan_memory(source: ModelSource, settings: Settings, gpu: Gpu, loading: bool = True) -> MemoryPlan:
     """The memory of weights, KV cache and scratch: the code that allocates runs on a device that only counts."""
     dry = DryGpu(gpu)
     allocated = allocate_source(source, settings, dry)
@@ -193,26 +193,29 @@ def plan_memory(source: ModelSource, settings: Settings, gpu: Gpu) -> MemoryPlan
     cache = Engine(dry, source.config, allocated, settings, probe=False).cache
     cache_bytes = sum(nbytes(resource) for resource in (*cache.resources(), cache.rope))
     scratch_bytes = dry.allocated_bytes - weight_bytes - cache_bytes
-    return MemoryPlan(weight_bytes, cache_bytes, scratch_bytes, settings.capacity)
+    more = loading_bytes(allocated) if loading and gpu.software else 0
+    return MemoryPlan(weight_bytes, cache_bytes, scratch_bytes, settings.capacity, more)
 
 
-def check_memory(source: ModelSource, settings: Settings, gpu: Gpu, on_plan: OnPlan | None = None) -> MemoryPlan:
+def check_memory(
+    source: ModelSource, settings: Settings, gpu: Gpu, on_plan: OnPlan | None = None, loading: bool = True
+) -> MemoryPlan:
     """Pass the plan to `on_plan`, then check it. A plan over the limit is refused with the context that fits."""
-    plan = plan_memory(source, settings, gpu)
+    plan = plan_memory(source, settings, gpu, loading)
     if on_plan:
         on_plan(plan, gpu)
     limit = memory_limit(gpu)
-    if not limit or plan.total <= limit:
+    if not limit or plan.peak <= limit:
         return plan
 
     def total(context: int) -> int:
         smaller = replace(settings, context=context, capacity=context, chunk=min(settings.chunk, context))
-        return plan_memory(source, smaller, gpu).total
+        return plan_memory(source, smaller, gpu, loading).peak
 
     contexts = range(MIN_USEFUL_CONTEXT, settings.capacity, POSITION_MULTIPLE)
     fitting = bisect_right(contexts, limit, key=total)
     raise DoesNotFit(
-        f"the model needs {plan.total / 2**20:,.1f} MiB and there are {limit / 2**20:,.1f} MiB",
+        f"the model needs {plan.peak / 2**20:,.1f} MiB and there are {limit / 2**20:,.1f} MiB",
         f"use -c {contexts[fitting - 1]} or less" if fitting else "use a smaller model or quantisation",
     )
 

@@ -174,7 +174,7 @@ class WeightTarget:
         """Words and scales of a packed matrix in the layout of the device."""
         wanted = self.layout(matrix.layout)
         if self.backend is Backend.TEXTURES:
-            return to_texture(from_q6(matrix) if matrix.layout.storage is Storage.Q6 else matrix), None
+            return to_texture(matrix), None
         if wanted.storage is not matrix.layout.storage:
             matrix = to_q6(matrix) if wanted.storage is Storage.Q6 else from_q6(matrix)
         words = split_planes(matrix.words) if wanted.storage is Storage.Q8 else matrix.words
@@ -303,6 +303,7 @@ def norms_in_order(weights: Weights) -> list[Bindable]:
     return [weights.output_norm, *(norm for layer in weights.layers for norm in (layer.attn_norm, layer.ffn_norm))]
 
 
+MAX_THREADS = 8  # each holds a matrix or two in memory
 Piece = tuple[NDArray[np.generic], NDArray[np.generic] | None]  # words and scales of a shard
 Converted = tuple[list[Piece], NDArray[np.float32] | None]  # the shards' data, the bias
 
@@ -345,13 +346,13 @@ def upload_norm(gpu: Gpu, norm: Bindable, values: NDArray[np.float32]) -> None:
 
 
 def run_ahead(jobs: Sequence[tuple[str, Callable[[], Converted]]]) -> Iterator[tuple[str, Converted]]:
-    """Run the jobs in threads and yield results in order, at most two per thread ahead of the consumer."""
-    threads = max(1, os.cpu_count() or 1)
+    """Run the jobs in threads and yield results in order, at most one per thread ahead of the consumer."""
+    threads = max(1, min(os.cpu_count() or 1, MAX_THREADS))
     waiting: deque[tuple[str, Future[Converted]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for label, job in jobs:
             waiting.append((label, pool.submit(job)))
-            if len(waiting) > 2 * threads:
+            if len(waiting) > threads:
                 label, future = waiting.popleft()
                 yield label, future.result()
         for label, future in waiting:

@@ -3,7 +3,18 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from llamagpu.files.storage import TEXTURE_ROWS, TEXTURE_STRIDE, Layout, PackedMatrix, Storage, expand_scales
+from llamagpu.files.storage import (
+    TEXTURE_ROWS,
+    TEXTURE_STRIDE,
+    Layout,
+    PackedMatrix,
+    Storage,
+    expand_scales,
+    from_q6,
+    slice_rows,
+)
+
+BLOCK_WEIGHTS = 1 << 20
 
 
 def texture_layout(layout: Layout) -> Layout:
@@ -15,10 +26,20 @@ def texture_layout(layout: Layout) -> Layout:
 
 
 def to_texture(matrix: PackedMatrix) -> NDArray[np.uint32]:
-    """[ceil(n / 8), texels, 4].
+    """[ceil(n / 8), texels, 4], computed in blocks of rows: the steps in between take several times the memory."""
+    texture = np.empty((-(-matrix.n // TEXTURE_ROWS), texture_layout(matrix.layout).texels, 4), np.uint32)
+    rows = max(1, BLOCK_WEIGHTS // matrix.k // TEXTURE_ROWS) * TEXTURE_ROWS
+    for start in range(0, matrix.n, rows):
+        piece = slice_rows(matrix, start, min(start + rows, matrix.n))
+        first, block = start // TEXTURE_ROWS, _block(from_q6(piece) if piece.layout.storage is Storage.Q6 else piece)
+        texture[first : first + len(block)] = block
+    return texture
 
-    Every storage becomes value * scale + offset with an unsigned value and f32 scales, which follow each group's words.
-    f16 becomes f32, padded with 0 to a multiple of TEXTURE_STRIDE.
+
+def _block(matrix: PackedMatrix) -> NDArray[np.uint32]:
+    """Every storage becomes value * scale + offset with an unsigned value and f32 scales.
+
+    The scales follow each group's words. f16 becomes f32, padded with 0 to a multiple of TEXTURE_STRIDE.
     """
     layout, k, n = matrix.layout, matrix.k, -(-matrix.n // TEXTURE_ROWS)
     words = _pad_rows(matrix.words)
