@@ -94,7 +94,9 @@ def linear_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
                     yield linear_case(gpu, route, weight, mode, m)
     for weight in () if quick else WIDE:
         mode = Inputs.INT8, Prologue.NONE
-        yield linear_case(gpu, routes.select(routes.LINEAR, weight.shape(70, *mode), gpu.caps), weight, mode, 70)
+        shape = weight.shape(70, *mode)
+        if routes.fits_any(routes.LINEAR, shape, gpu.caps):  # the tiles take 32 KiB of workgroup memory
+            yield linear_case(gpu, routes.select(routes.LINEAR, shape, gpu.caps), weight, mode, 70)
 
 
 def linear_case(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode, m: int) -> Case:
