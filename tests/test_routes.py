@@ -156,6 +156,14 @@ def test_tiles_of_attention_stay_in_a_subgroup():
     assert attention_kernel(128, 33, replace(GPU, subgroup=4)) == "attend"
 
 
+def test_attend_tile_fits_into_workgroup_memory():
+    small, large = (replace(GPU, shared_bytes=size, shader_f16=True) for size in (16384, 32768))
+    assert attention_kernel(128, 33, small) == attention_kernel(256, 33, large) == "attend_tile"
+    assert attention_kernel(256, 33, small) == "attend"
+    assert routes.int8_attention(64, small) and routes.int8_attention(256, large)
+    assert not routes.int8_attention(128, small)  # 17024 bytes
+
+
 @pytest.mark.parametrize("head_dim, subgroup", list(product((64, 128, 192, 256), (4, 8, 32, 64))))
 def test_lanes_of_a_position_divide_head_and_subgroup(head_dim, subgroup):
     lanes = routes.position_lanes(head_dim, replace(GPU, subgroup=subgroup))["LANES_PER_POSITION"]

@@ -520,7 +520,7 @@ def split_rows_fit(s: Attention, c: Caps) -> bool:
 
 def tile_rows_fit(s: Attention, c: Caps) -> bool:
     """Whether attend_tile fits: its workgroups have at least 32 rows, which hold a token of each query head."""
-    dims = s.head_dim in range(32, 257, 32)
+    dims = s.head_dim in range(32, 257, 32) and tile_bytes(s.head_dim, False) <= c.shared_bytes
     return s.m > GEMV_WIDTHS[-1] and dims and c.subgroup >= tile_owners(s.head_dim, False) and s.heads_per_kv <= 32
 
 
@@ -573,9 +573,18 @@ def kv_tile(int8: bool) -> int:
     return 32 if int8 else 16
 
 
+def tile_bytes(head_dim: int, int8: bool) -> int:
+    """Workgroup memory of attend_tile: keys and values as f32; or keys as int8 with a scale, values as f16, the largest
+    keys that each of 128 invocations saw, and factors of the queries."""
+    if not int8:
+        return kv_tile(False) * head_dim * 8
+    return kv_tile(True) * (3 * head_dim + 4) + 2 * 128 * 16 + 4 * head_dim
+
+
 def int8_attention(head_dim: int, caps: Caps) -> bool:
     """Whether attend_tile can multiply in int8 and f16."""
-    return caps.shader_f16 and head_dim in (32, 64, 128, 256) and caps.subgroup >= head_dim // 8
+    fits = tile_bytes(head_dim, True) <= caps.shared_bytes
+    return fits and caps.shader_f16 and head_dim in (32, 64, 128, 256) and caps.subgroup >= head_dim // 8
 
 
 # attend_split by the positions that it looks back over: (from, splits at most, subgroups per head at most). Whole
