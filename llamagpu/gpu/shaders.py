@@ -41,6 +41,12 @@ def read(name: str) -> str:
 
 def compose(kernel: str, parts: tuple[str, ...], consts: Mapping[str, Const]) -> str:
     """The kernel's source: parts, then the kernel file, repeated declarations dropped, constants set."""
+    return _compose(kernel, parts, tuple(consts.items()))
+
+
+@cache  # every layer asks for the same ones
+def _compose(kernel: str, parts: tuple[str, ...], items: tuple[tuple[str, Const], ...]) -> str:
+    consts = dict(items)
     seen: set[str] = set()
     lines = []
     text = "\n".join(read(name) for name in (*parts, kernel))
