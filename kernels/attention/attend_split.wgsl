@@ -135,13 +135,13 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     }
     workgroupBarrier();
   }
-  if (subgroup_of_head > 0u || idle) { return; }
-  let stores = index % SUBGROUP < LANES_PER_POSITION;
+  let merged = subgroup_of_head == 0u && !idle;  // the others go on: all lanes of a subgroup quantise together
+  let stores = merged && index % SUBGROUP < LANES_PER_POSITION;
   if (PARTIAL || workgroups.y > 1u) {
     let at = head * workgroups.y + workgroup.y;
     let out4 = layer() * (LINE_PADDING / 4u) + at * (HEAD_DIM / 4u);
     for (var i = 0u; i < 2u * HEAD_VEC8; i++) { if (stores) { store4(out4 + vec4_of(i, lane), acc[i]); } }
-    if (index % SUBGROUP == 0u) { stats[layer() * (LINE_PADDING / 2u) + at] = vec2<f32>(top, total); }
+    if (merged && index % SUBGROUP == 0u) { stats[layer() * (LINE_PADDING / 2u) + at] = vec2<f32>(top, total); }
     return;
   }
   for (var i = 0u; i < HEAD_VEC8; i++) {

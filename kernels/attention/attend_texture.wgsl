@@ -31,25 +31,27 @@ fn first_seen(position: u32) -> u32 {
   return select(0u, end - min(WINDOW, end), WINDOW > 0u);
 }
 @compute @workgroup_size(WORKGROUP)
-fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-  let segment = step.segment[id.z];  // first row, rows
+fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+  let segment = step.segment[workgroup.z];  // first row, rows
+  let first_index = workgroup.x * WORKGROUP;  // of the workgroup's tokens and heads
+  let index = first_index + lane;
   let position = segment.w;
   let first_block = segment.z * ((step.capacity + TEXTURE_ROWS - 1u) / TEXTURE_ROWS);
   let last = segment.y - 1u;
-  let token = min(id.x / HEADS_PER_KV, last);  // counted from the segment's first row
+  let token = min(index / HEADS_PER_KV, last);  // counted from the segment's first row
   let begin = first_seen(position + token);
-  let out = (id.y * HEADS_PER_KV + id.x % HEADS_PER_KV) * HEAD_VEC4;
+  let out = (workgroup.y * HEADS_PER_KV + index % HEADS_PER_KV) * HEAD_VEC4;
   var q = array<vec4<f32>, HEAD_VEC4>();
   var acc = array<vec4<f32>, HEAD_VEC4>();
   for (var i = 0u; i < HEAD_VEC4; i++) { q[i] = textureLoad(x, vec2<u32>(out + i, segment.x + token)) * SCALE; }
   var top = -1e30;
   var total = 0.0;
-  let first_token = (id.x - lane) / HEADS_PER_KV;
-  let end = position + min((id.x - lane + WORKGROUP - 1u) / HEADS_PER_KV, last) + 1u;
+  let first_token = first_index / HEADS_PER_KV;
+  let end = position + min((first_index + WORKGROUP - 1u) / HEADS_PER_KV, last) + 1u;
   var p = first_seen(position + first_token);
   for (; p < end; p++) {
     let row = p % TEXTURE_ROWS;
-    let keys = ((first_block + p / TEXTURE_ROWS) * 2u * KV_HEADS + id.y) * HEAD_VEC4;
+    let keys = ((first_block + p / TEXTURE_ROWS) * 2u * KV_HEADS + workgroup.y) * HEAD_VEC4;
     let k = broadcast_texels(lane, keys, row);
     let l = broadcast_rest(lane, keys, row);
     var products = vec4<f32>();
@@ -65,7 +67,7 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_
     let w = broadcast_rest(lane, keys + KV_HEADS * HEAD_VEC4, row);
     for (var i = 0u; i < HEAD_VEC4; i++) { acc[i] = acc[i] * rescale + e * select(v[i % 16u], w[i % 16u], i >= 16u); }
   }
-  if (id.x / HEADS_PER_KV > last) { return; }
+  if (index / HEADS_PER_KV > last) { return; }
   if (p < end) { textureStore(y, vec2<u32>(out, segment.x + token), vec4<f32>(bitcast<f32>(0x7FC00000u | p))); return; }
   for (var i = 0u; i < HEAD_VEC4; i++) { textureStore(y, vec2<u32>(out + i, segment.x + token), acc[i] / total); }
 }

@@ -25,6 +25,8 @@ var<workgroup> runs: array<u32, MAX_TOP_K>;
 var<workgroup> found: array<vec2<u32>, MAX_KEPT>;  // (key, token), unordered
 var<workgroup> sorted: array<vec2<u32>, MAX_KEPT>;
 var<workgroup> sampled: u32;
+var<workgroup> last_row: Row;  // of the segment. The workgroup loads it and `sum` together: barriers depend on them
+var<workgroup> sum: u32;
 var<private> row: Row;         // the segment's last row
 var<private> logit0: u32;      // its first logit
 var<private> candidate0: u32;  // its first candidate
@@ -37,21 +39,17 @@ fn key(v: f32) -> u32 {  // unsigned order = float order; NaN counts as the smal
 fn value(k: u32) -> f32 { return bitcast<f32>(select(~k, k & 0x7FFFFFFFu, (k >> 31u) == 1u)); }
 fn logit_key(token: u32) -> u32 { return key(logits[logit0 + token]); }
 fn candidate_key(i: u32) -> u32 { return key(bitcast<f32>(candidates[candidate0 + i].x)); }
-fn total(own: u32, index: u32) -> u32 {  // sum over the workgroup, for all invocations
-  workgroupBarrier();
-  if (index == 0u) { atomicStore(&count, 0u); }
-  workgroupBarrier();
+fn total(own: u32, index: u32) -> u32 {  // sum over the workgroup, for all invocations; count is 0 before and after it
   if (own > 0u) { atomicAdd(&count, own); }
   workgroupBarrier();
-  let sum = atomicLoad(&count);
-  workgroupBarrier();
-  return sum;
+  if (index == 0u) { sum = atomicExchange(&count, 0u); }
+  return workgroupUniformLoad(&sum);
 }
 fn total_so_far() -> u32 {  // of what the workgroup has counted, for all invocations
   workgroupBarrier();
-  let sum = atomicLoad(&count);
+  let so_far = atomicLoad(&count);
   workgroupBarrier();
-  return sum;
+  return so_far;
 }
 fn best_of_run(run: u32) -> vec2<u32> {
   var top = vec2<u32>(0u, run * CANDIDATE_ROWS);
@@ -110,11 +108,16 @@ fn sample_sorted(n: u32) -> u32 {  // from sorted[0..n), likeliest first
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) index: u32) {
   let segment = workgroup.x;
   let first_row = step.segment[segment].x;
-  row = step.row[first_row + step.segment[segment].y - 1u];
+  if (index == 0u) {
+    last_row = step.row[first_row + step.segment[segment].y - 1u];
+    atomicStore(&count, 0u);
+  }
+  let own_row = workgroupUniformLoad(&last_row);
+  row = own_row;
   logit0 = segment * VOCAB;
   candidate0 = segment * CANDIDATES;
   recent0 = row.slot * RING_WORDS + RING;
-  let s = sampling[row.slot];
+  let s = sampling[own_row.slot];
   if (s.penalty != 1.0) { penalise(index); }
   let k = min(s.top_k, VOCAB);
   // the key of the k-th best run, bit by bit; then the runs that are not below it
@@ -124,7 +127,6 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     for (var i = index; i < CANDIDATES; i += WORKGROUP) { if (candidate_key(i) >= (run_threshold | bit)) { own += 1u; } }
     if (total(own, index) >= k) { run_threshold |= bit; }
   }
-  let zeroed = total(0u, index);  // resets the counter
   for (var i = index; i < CANDIDATES; i += WORKGROUP) {
     if (candidate_key(i) > run_threshold) { runs[min(atomicAdd(&count, 1u), MAX_TOP_K - 1u)] = i; }
   }
@@ -136,8 +138,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     var entry = better_runs;
     for (var i = 0u; entry < MAX_TOP_K; i++) { if (candidate_key(i) == run_threshold) { runs[entry] = i; entry += 1u; } }
   }
-  workgroupBarrier();
-  let in_runs = min(atomicLoad(&count), MAX_TOP_K) * CANDIDATE_ROWS;
+  let in_runs = min(total(0u, index), MAX_TOP_K) * CANDIDATE_ROWS;
   // the key of the k-th best token of these runs; then the tokens that are not below it
   var token_threshold = 0u;
   for (var bit = 0x80000000u; bit > 0u; bit >>= 1u) {
@@ -148,7 +149,6 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     if (total(own, index) >= k) { token_threshold |= bit; }
   }
-  let zeroed_again = total(0u, index);
   for (var i = index; i < in_runs; i += WORKGROUP) {
     let t = runs[i / CANDIDATE_ROWS] * CANDIDATE_ROWS + i % CANDIDATE_ROWS;
     let key_t = logit_key(min(t, VOCAB - 1u));
