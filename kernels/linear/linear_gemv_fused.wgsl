@@ -24,7 +24,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let lane = index % LANES;
   let row_offset = 2u * (index / LANES);
   let stride = workgroups.x * workgroups.y * 2u * (WORKGROUP / LANES);
-  var row = (workgroup.x + workgroup.y * workgroups.x) * 2u * (WORKGROUP / LANES) + row_offset;
+  var first_row = (workgroup.x + workgroup.y * workgroups.x) * 2u * (WORKGROUP / LANES);  // the same for the workgroup, which sums together
+  var row = first_row + row_offset;
   if (lane == 0u) { epilogue_prefetch(0u, row); }
   var w: array<WeightPair, IN_FLIGHT>;
   for (var j = 0u; j < IN_FLIGHT; j++) { w[j] = fetch_pair(row, lane + j * LANES); }
@@ -32,7 +33,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let iterations = ITERATIONS + opaque_zero();  // not a constant: a driver that unrolls the loop runs out of registers
   loop {
     var s = vec2<f32>();
-    let has_next = row + stride - row_offset < N;
+    let has_next = first_row + stride < N;
     var i = 0u;
     loop {
       let last = IN_FLIGHT == ITERATIONS || i + IN_FLIGHT >= iterations;
@@ -52,6 +53,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     s = sum_lanes(s, index);
     if (lane == 0u) { epilogue(0u, row, s * output_scale()); }
     if (!has_next) { break; }
+    first_row += stride;
     row += stride;
     if (lane == 0u) { epilogue_prefetch(0u, row); }
   }
