@@ -105,7 +105,10 @@ def convert(gpu, part: str, f16s: np.ndarray, f32s: np.ndarray) -> tuple[np.ndar
 
 @pytest.mark.parametrize("part", ["f16_bits", "f16_native"])
 def test_f16_conversions(any_gpu, part):
-    """Every finite f16 both ways, and what lies between two of them: to the nearer, a tie to the even."""
+    """Every finite f16 both ways, and what lies between two of them: to the nearer, a tie to the even.
+
+    WGSL leaves the rounding open, and SwiftShader cuts off what does not fit into a subnormal.
+    """
     if part == "f16_native" and not any_gpu.caps.native_f16:
         pytest.skip("the adapter does not convert f16 itself")
     f16s = np.arange(65536, dtype=np.uint16).view(np.float16)
@@ -121,5 +124,6 @@ def test_f16_conversions(any_gpu, part):
     decoded, encoded = convert(any_gpu, part, f16s, f32s)
     assert (decoded.view(np.uint32) == exact.view(np.uint32)).all()
     want = np.clip(f32s, -65504, 65504).astype(np.float16)
-    wrong = encoded.view(np.uint16) != want.view(np.uint16)
+    steps = np.abs(encoded.view(np.int16).astype(np.int32) - want.view(np.int16))
+    wrong = steps > ((np.abs(f32s) < 2.0**-14) & (part == "f16_native"))
     assert not wrong.any(), list(zip(f32s[wrong][:5], encoded[wrong][:5], strict=True))

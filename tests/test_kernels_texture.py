@@ -255,11 +255,10 @@ def test_attention_over_the_longest_context(gpu, d):
         make = Ops(gpu, step_buffer(gpu, m, position, len(values)))
         run(gpu, make.attend_textures(Attention(m, 1, 1, d), q, cache, scores, y), m, position)
         got = read_rows(gpu, y)[:m]
-        if gpu.caps.cpu and m == 2 and positions > most:
-            assert np.isnan(got).any(axis=1).all()  # it stopped early, and that shows
-        else:
-            want = np.array([[values[: position + t + 1].mean(dtype=np.float64)] * d for t in range(m)])
-            assert_close(got, want, 1e-8, 1e-4, f"{m} rows, {positions} positions")
+        if gpu.caps.cpu and m == 2 and positions > most and np.isnan(got).any(axis=1).all():
+            continue  # it stopped early, and that shows
+        want = np.array([[values[: position + t + 1].mean(dtype=np.float64)] * d for t in range(m)])
+        assert_close(got, want, 1e-8, 1e-4, f"{m} rows, {positions} positions")
     gpu.free(cache)
 
 
