@@ -2,7 +2,7 @@
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
@@ -12,7 +12,7 @@ from llamagpu.engine.routes import Attention, Linear, Prologue, RowWise
 from llamagpu.errors import LlamaGpuError
 from llamagpu.files.storage import Storage
 from llamagpu.gpu.adapters import list_adapters, select_adapter
-from llamagpu.gpu.caps import FEATURES, MINIMUM_LIMITS, Grid
+from llamagpu.gpu.caps import FEATURES, MINIMUM_LIMITS, Grid, below_minimum
 from llamagpu.gpu.device import Dispatch
 from llamagpu.gpu.recorder import Step
 from llamagpu.verify.verify import verified_line
@@ -42,6 +42,7 @@ class Device:
     why: str
     features: list[str]
     limits: dict[str, int]
+    missing: str  # what does not run on it, and why
     verified: str
 
 
@@ -63,8 +64,18 @@ def describe(number: int, adapter: Any, chosen: bool, wanted: str | None) -> Dev
         why=reason(info["adapter_type"], wanted) if chosen else "",
         features=[feature for feature in FEATURES if feature in adapter.features],
         limits={name: adapter.limits[name] for name in MINIMUM_LIMITS},
+        missing=missing(adapter.features, adapter.limits),
         verified=verified_line(info),
     )
+
+
+def missing(features: Collection[str], limits: Mapping[str, int]) -> str:
+    """What does not run on an adapter, and why; empty if everything does."""
+    if short := below_minimum(limits):
+        return f"cannot be used: {short}"
+    if "subgroup" not in features:
+        return "no subgroups: attend_split, attend_tile and fused decode do not run"
+    return "" if "shader-f16" in features else "no shader-f16: attention in int8 does not run"
 
 
 def reason(adapter_type: str, wanted: str | None) -> str:
@@ -76,10 +87,13 @@ def reason(adapter_type: str, wanted: str | None) -> str:
 def device_lines(found: list[Device]) -> Iterator[str]:
     for d in found:
         used = f"  <- used: {d.why}" if d.chosen else ""
-        yield f"{d.number}: {d.name} ({d.type}, {d.backend}, {d.driver}){used}"
+        facts = ", ".join(filter(None, (d.type, d.backend, d.driver)))  # SwiftShader names no driver
+        yield f"{d.number}: {d.name} ({facts}){used}"
         yield f"   features: {', '.join(d.features) or 'none'}"
         limits = (f"{name.removeprefix('max-')} {value}" for name, value in d.limits.items())
         yield f"   limits: {', '.join(limits)}"
+        if d.missing:
+            yield f"   {d.missing}"
         yield f"   {d.verified}"
 
 

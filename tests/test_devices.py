@@ -1,6 +1,7 @@
 """`devices`: the adapters, and the dispatches that a model runs."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import open_gpu
@@ -14,7 +15,8 @@ from llamagpu.engine.engine import Engine
 from llamagpu.engine.load import LoadedModel, load_model
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision
 from llamagpu.engine.sequence import Sequence
-from llamagpu.gpu.caps import Grid
+from llamagpu.errors import NoAdapter
+from llamagpu.gpu.caps import MINIMUM_LIMITS, Grid
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Recorder, Step
 
@@ -157,6 +159,18 @@ def test_reasons() -> None:
     assert devices.reason("CPU", None) == "a software adapter, the only kind here"
     assert devices.reason("DiscreteGPU", None) == "the best kind found"
     assert devices.reason("CPU", "1") == "--device 1"
+
+
+def test_what_does_not_run_on_an_adapter() -> None:
+    limits, features = dict(MINIMUM_LIMITS), {"subgroup", "shader-f16"}
+    assert devices.missing(features, limits) == ""
+    assert devices.missing({"shader-f16"}, limits).startswith("no subgroups: attend_split")
+    assert devices.missing({"subgroup"}, limits).startswith("no shader-f16: attention in int8")
+    few = limits | {"max-storage-buffers-per-shader-stage": 4}
+    why = "max-storage-buffers-per-shader-stage is 4, and kernels need 8"
+    assert devices.missing(features, few) == f"cannot be used: {why}"
+    with pytest.raises(NoAdapter, match=f"small cannot run the kernels: {why}"):
+        Gpu(SimpleNamespace(info={"device": "small"}, limits=few, features=features))
 
 
 def test_kernels_as_json(measure: Runner, gpu: Gpu) -> None:  # noqa: F811

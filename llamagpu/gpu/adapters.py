@@ -12,6 +12,7 @@ from typing import Any
 import wgpu
 
 from llamagpu.errors import NoAdapter
+from llamagpu.gpu.caps import below_minimum
 
 ADAPTER_TYPES = ("DiscreteGPU", "IntegratedGPU", "VirtualGPU", "Unknown", "CPU")  # in order of preference
 BACKENDS = ("Metal", "Vulkan", "D3D12")  # preferred to OpenGL
@@ -21,21 +22,23 @@ REMEDY_NO_ADAPTER = (
 
 
 def list_adapters() -> list[Any]:
-    """All adapters, in order of preference. OpenGL is tried only if there is no other: it logs to stderr."""
+    """All adapters, in order of preference. OpenGL's only with LLAMAGPU_OPENGL=1, for tests: it logs to stderr."""
     from wgpu.backends.wgpu_native.extras import set_instance_extras
 
     speed_up_cffi_parser()
     logging.getLogger("wgpu").setLevel(logging.ERROR)  # naga and the drivers log advice for developers
     os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())  # Mesa complains on stderr without one
     with contextlib.suppress(RuntimeError):  # one instance per process; this is not the first call
-        set_instance_extras(backends=("Vulkan", "Metal", "DX12"))
+        opengl = os.environ.get("LLAMAGPU_OPENGL") == "1"
+        set_instance_extras(backends=("GL",) if opengl else ("Vulkan", "Metal", "DX12"))
     return sorted(wgpu.gpu.enumerate_adapters_sync(), key=_preference)
 
 
-def _preference(adapter: Any) -> tuple[bool, int]:
+def _preference(adapter: Any) -> tuple[bool, bool, int]:
     adapter_type = adapter.info["adapter_type"]
     known = adapter_type if adapter_type in ADAPTER_TYPES else "Unknown"
-    return adapter.info["backend_type"] not in BACKENDS, ADAPTER_TYPES.index(known)
+    other = adapter.info["backend_type"] not in BACKENDS
+    return bool(below_minimum(adapter.limits)), other, ADAPTER_TYPES.index(known)
 
 
 def select_adapter(found: list[Any], wanted: str | None) -> Any:

@@ -21,6 +21,12 @@ MINIMUM_LIMITS = {
     "max-compute-workgroups-per-dimension": 65535,
     "max-texture-dimension-2d": 8192,
 }
+KERNEL_LIMITS = (  # no kernel is planned with less; the others are planned around
+    "max-compute-workgroup-storage-size",
+    "max-compute-invocations-per-workgroup",
+    "max-compute-workgroup-size-x",
+    "max-storage-buffers-per-shader-stage",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,12 @@ def requested_features(offered: set[str]) -> list[str]:
 
 def requested_limits(offered: dict[str, int]) -> dict[str, int]:
     return dict(MINIMUM_LIMITS) if minimum_limits_only() else {name: offered[name] for name in MINIMUM_LIMITS}
+
+
+def below_minimum(offered: Mapping[str, int]) -> str:
+    """Why the kernels cannot run with these limits; empty if they can."""
+    short = (name for name in KERNEL_LIMITS if offered[name] < MINIMUM_LIMITS[name])
+    return "; ".join(f"{name} is {offered[name]}, and kernels need {MINIMUM_LIMITS[name]}" for name in short)
 
 
 def minimum_limits_only() -> bool:

@@ -30,6 +30,7 @@ from llamagpu.gpu.caps import (
     Caps,
     Grid,
     barrier_is_measured,
+    below_minimum,
     grid_barrier_allowed,
     requested_features,
     requested_limits,
@@ -91,6 +92,8 @@ class Gpu:
 
     def __init__(self, adapter: Any) -> None:
         self.info: dict[str, Any] = dict(adapter.info)
+        if short := below_minimum(adapter.limits):
+            raise NoAdapter(f"{self.name} cannot run the kernels: {short}", "choose another one: llamagpu devices")
         self.limits = requested_limits(adapter.limits)
         features = requested_features(adapter.features)
         self.features = set(features)
