@@ -276,6 +276,12 @@ def test_all_checks_run_and_the_worst_code_counts(checkout, lint, tests, worst):
     assert checkout.calls() == []
 
 
+def test_portability_names_its_jobs(checkout):
+    code, out, err = checkout.run("--portability", "metal", script="scripts/test")
+    assert (code, out) == (2, "")
+    assert err.endswith("no job is called 'metal': choose tint, swiftshader, opengl\n")
+
+
 @pytest.mark.slow
 def test_real_set_up(tmp_path):
     """`--help` in a copy of this checkout, with an environment from the package index."""
