@@ -332,7 +332,7 @@ GEMM_TILES: tuple[tuple[str, Callable[[Linear], bool], dict[str, int]], ...] = (
         lambda s: tile_count(s, 32, 32) >= 96 or s.group == 16,
         {"TILE_M": 32, "TILE_N": 32},
     ),
-    ("fewer", lambda s: True, {"TILE_M": 32, "TILE_N": 16}),
+    ("fewer", lambda s: s.group != 16, {"TILE_M": 32, "TILE_N": 16}),
 )
 
 
