@@ -41,15 +41,15 @@ def read(name: str) -> str:
 
 def compose(kernel: str, parts: tuple[str, ...], consts: Mapping[str, Const]) -> str:
     """The kernel's source: parts, then the kernel file, repeated declarations dropped, constants set."""
-    return _compose(kernel, parts, tuple(consts.items()))
+    return _compose(kernel, tuple(read(name) for name in (*parts, kernel)), tuple(consts.items()))
 
 
 @cache  # every layer asks for the same ones
-def _compose(kernel: str, parts: tuple[str, ...], items: tuple[tuple[str, Const], ...]) -> str:
+def _compose(kernel: str, texts: tuple[str, ...], items: tuple[tuple[str, Const], ...]) -> str:
     consts = dict(items)
     seen: set[str] = set()
     lines = []
-    text = "\n".join(read(name) for name in (*parts, kernel))
+    text = "\n".join(texts)
     if FUSED_CALLS.search(text):
         text = read("unfused") + "\n" + text
     for line in text.splitlines():
