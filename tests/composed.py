@@ -51,8 +51,7 @@ ROWS = (1, *GEMV_WIDTHS, *GEMM_WIDTHS, 512)
 SYNTHETIC = ("tiny", "tiny:q4_k_m", "tiny:f16", "llama-3.2-1b:q4_k_m", "llama-3.1-8b", "qwen2.5-0.5b:q8_0")
 TINT = ROOT / "scripts/portability/tint.mjs"
 DAWN = Path(sys.prefix) / "portability/node_modules/webgpu"  # `scripts/test --portability` installs it
-# Whether these wait depends on private variables, which Tint takes for different in each invocation.
-NOT_WGSL = ("fused_layers",)
+NOT_WGSL: tuple[str, ...] = ()  # kernels that Tint may refuse
 BUFFERS = EngineOptions(precision=Precision.HIGH, backend=Backend.BUFFERS)
 
 
@@ -83,7 +82,7 @@ class ComposingGpu(DryGpu):
         return self._keep(super().fused(*args))
 
     def _keep(self, dispatch: Dispatch) -> Dispatch:
-        self.sources.setdefault(dispatch.source, dispatch.kernel)
+        self.sources.setdefault(dispatch.checked_source, dispatch.kernel)
         return dispatch
 
     def _probe(self, source: str, first: int = 0) -> NDArray[np.uint32]:

@@ -1,5 +1,5 @@
 // Grid barrier of a fused kernel (gpu/fuse.py): a workgroup arrives after its stores, and waits before it loads what
-// others have stored. Every invocation must call both. A wait without an arrival before it returns at once. Arrivals
+// others have stored. Every invocation must call both. A wait without an arrival before it does not wait. Arrivals
 // are counted and never reset, so that the number of an arrival says which barrier it belongs to.
 // No cache line may be read before all of it has been written: a workgroup may keep it in a cache that a fence does not
 // clear. The offset of a buffer in a line is unknown, so inter-stage buffers have LINE_PADDING words before, between
@@ -42,12 +42,10 @@ fn arrive(index: u32) {
   arrived = true;
 }
 fn wait(index: u32) {
-  if (!arrived) { return; }
-  arrived = false;
   if (index == 0u) {
     var spins = 0u;
     var seen = goal;
-    if (!gave_up) { seen = atomicLoad(&grid_barrier.arrivals); }
+    if (arrived && !gave_up) { seen = atomicLoad(&grid_barrier.arrivals); }
     while (i32(seen - goal) < 0 && !gave_up) {
       spins++;
       gave_up = spins >= spin_limit;
@@ -57,8 +55,9 @@ fn wait(index: u32) {
     gave_up = gave_up || (i32(seen - goal) >= 0 && seen - goal >= POISON / 2u);
     zero_shared = (seen - goal + WORKGROUPS) >> 31u;  // 0, since no workgroup is a whole barrier behind; the compiler cannot know that
   }
+  arrived = false;
   if (FENCE) { storageBarrier(); }
-  workgroupBarrier();
+  workgroupBarrier();  // without an arrival, too: every invocation must come here, as far as a compiler can see
   zero = zero_shared;
 }
 fn opaque_zero() -> u32 { return zero; }

@@ -104,7 +104,7 @@ def fuse(
         f"@compute @workgroup_size({size[1]})\n"
         "fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) index: u32,\n"
         "        @builtin(subgroup_size) lanes: u32) {\n  barrier_begin(lanes, index);\n"
-        f"  for (layer_index = 0u; layer_index < layers[0].x; layer_index++) {{\n{layer_body(stages)}  }}\n}}\n"
+        f"  for (var i = 0u; i < layers[0].x; i++) {{\n    layer_index = i;\n{layer_body(stages)}  }}\n}}\n"
     )
     return "\n".join(texts), bindings
 
@@ -203,7 +203,7 @@ def layer_body(stages: Sequence[Stage]) -> str:
         chosen = " else ".join(f"if (entry >> 16u == {variant}u) {{ {run} }}" for variant, run in branches.items())
         body = chosen if len(branches) > 1 else branches[0]
         if isinstance(column, int):
-            entry = f"let entry = layers[layer_index + 1u].{'xyzw'[column]};"
+            entry = f"let entry = layers[i + 1u].{'xyzw'[column]};"
             body = f"{{\n    {entry}\n    current_slab = entry & 0xFFFFu;\n    {body}\n    }}"
         text += f"    {body}\n    arrive(index);\n"
     return text
