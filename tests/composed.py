@@ -38,7 +38,7 @@ CPU = replace(FULL_CAPS, cpu=True, subgroup=4, shader_f16=True)
 LARGE = replace(FULL_CAPS, shader_f16=True, shared_bytes=49152, storage_buffers=64, grid_barrier=True)
 ADAPTERS: dict[str, Caps] = {
     "minimum limits": MINIMUM_CAPS,
-    "minimum limits, features": replace(MINIMUM_CAPS, native_f16=True, shader_f16=True, subgroup=32),
+    "minimum limits, features": replace(MINIMUM_CAPS, native_f16=True, shader_f16=True, subgroup=32, storage_buffers=9),
     "subgroups of 8": replace(FULL_CAPS, subgroup=8, native_f16=False),
     "subgroups of 16": replace(FULL_CAPS, subgroup=16, shader_f16=True),
     "subgroups of 64": replace(FULL_CAPS, subgroup=64, shader_f16=True),
@@ -153,7 +153,8 @@ def write_sources(folder: Path, adapters: Iterable[str], models: Iterable[Source
     for name in adapters:
         caps = ADAPTERS[name]
         features = ["subgroups"] * (caps.subgroup > 0) + ["shader-f16"] * caps.shader_f16
-        devices[name] = {"features": features, "minimumLimits": caps.shared_bytes <= MINIMUM_CAPS.shared_bytes}
+        least = MINIMUM_CAPS.shared_bytes, MINIMUM_CAPS.storage_buffers
+        devices[name] = {"features": features, "minimumLimits": (caps.shared_bytes, caps.storage_buffers) == least}
         (folder / name).mkdir(parents=True)
         for source, kernel in compose_all(caps, models).items():
             if source not in seen:

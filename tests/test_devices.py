@@ -14,6 +14,7 @@ from llamagpu.devices import COLUMNS, PlannedDispatch, collapse_layers, dispatch
 from llamagpu.engine.engine import Engine
 from llamagpu.engine.load import LoadedModel, load_model
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision
+from llamagpu.engine.routes import default_chunk
 from llamagpu.engine.sequence import Sequence
 from llamagpu.errors import NoAdapter
 from llamagpu.gpu.caps import MINIMUM_LIMITS, Grid
@@ -190,11 +191,12 @@ def test_kernels_as_json(measure: Runner, gpu: Gpu) -> None:  # noqa: F811
     assert next(row for row in rows if row["op"] == "sampling")["shape"] is None
 
 
-def test_kernels_of_a_file(measure: Runner, tmp_path: Path) -> None:  # noqa: F811
+def test_kernels_of_a_file(measure: Runner, gpu: Gpu, tmp_path: Path) -> None:  # noqa: F811
     path = tiny_llama(tmp_path / "m.gguf", context=256)
     result = measure("devices", "--kernels", "-m", path, "-c", "64", "--precision", "high", "-q")
     assert result.code == 0 and not result.err and "precision high" in result.out.splitlines()[0]
-    assert "Step of 64 rows at position 0" in result.out and " 128x64 " in result.out
+    rows = min(64, default_chunk(gpu.caps, int8=False))
+    assert f"Step of {rows} rows at position 0" in result.out and " 128x64 " in result.out
 
 
 def test_wgsl(measure: Runner, gpu: Gpu) -> None:  # noqa: F811
@@ -204,4 +206,4 @@ def test_wgsl(measure: Runner, gpu: Gpu) -> None:  # noqa: F811
         result = measure(*args, "--wgsl", found.id)
         assert result.code == 0 and result.out == found.dispatch.source + "\n" and not result.err
     missing = measure(*args, "--wgsl", "3.1")
-    assert missing.code == 2 and not missing.out and "512.N" in missing.err
+    assert missing.code == 2 and not missing.out and f"{min(512, default_chunk(gpu.caps, int8=False))}.N" in missing.err

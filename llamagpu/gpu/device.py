@@ -44,6 +44,8 @@ COPY_STRIDE = 256  # of the bytes of a row, where a texture is copied to a buffe
 REMEDY_MEMORY = "use a smaller model; smaller -c and -ub need less"
 STAGING_BYTES = 64 << 20  # most bytes in flight to the device
 
+MAX_BOUND = 8  # storage buffers of a kernel; one that relies on subgroups has its status besides
+
 GridFunction = Callable[[int, int], Grid]  # of the rows of a step and its first position
 
 
@@ -120,15 +122,16 @@ class Gpu:
 
     def _probe_caps(self) -> Caps:
         limits, coherent = self.limits, "memory-decoration-coherent" in self.features
+        storage_buffers = limits["max-storage-buffers-per-shader-stage"]
         return Caps(
             cpu=self.info["adapter_type"] == "CPU",
             native_f16=self._probe_native_f16(),
-            subgroup=self._probe_subgroup_size(),
+            subgroup=self._probe_subgroup_size() if storage_buffers > MAX_BOUND else 0,
             workgroups=limits["max-compute-workgroups-per-dimension"],
             binding_bytes=min(limits["max-storage-buffer-binding-size"], limits["max-buffer-size"]),
             shared_bytes=limits["max-compute-workgroup-storage-size"],
             invocations=limits["max-compute-invocations-per-workgroup"],
-            storage_buffers=limits["max-storage-buffers-per-shader-stage"],
+            storage_buffers=storage_buffers,
             texture_side=limits["max-texture-dimension-2d"],
             scalar=os.environ.get("LLAMAGPU_SCALAR") == "1",
             shader_f16="shader-f16" in self.features,
