@@ -3,7 +3,7 @@
 // Prefetch: loads of IN_FLIGHT iterations are always in flight, the first ones before the prologue waits for x. After a
 // block is used, its registers load the block IN_FLIGHT iterations later, or at the end of a row pair one of the next.
 // Needs m == 1, K % 32 == 0 (q6: 64), GROUP % 32 == 0 or GROUP == 16.
-// Parts: f16, (scales, planes_*,) inputs_interleaved or prologue_*, dot_*, epilogue_*, reduce_*.
+// Parts: f16, (scales, planes_*,) inputs_interleaved or prologue_*, dot_*, epilogue_*, reduce_*, turn_*.
 const K: u32 = 32u;
 const N: u32 = 2u;
 const LANES: u32 = 64u;
@@ -24,7 +24,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let lane = index % LANES;
   let row_offset = 2u * (index / LANES);
   let stride = workgroups.x * workgroups.y * 2u * (WORKGROUP / LANES);
-  var first_row = (workgroup.x + workgroup.y * workgroups.x) * 2u * (WORKGROUP / LANES);  // the same for the workgroup, which sums together
+  var first_row = (workgroup.x + workgroup.y * workgroups.x) * 2u * (WORKGROUP / LANES);
   var row = first_row + row_offset;
   if (lane == 0u) { epilogue_prefetch(0u, row); }
   var w: array<WeightPair, IN_FLIGHT>;
@@ -33,7 +33,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let iterations = ITERATIONS + opaque_zero();  // not a constant: a driver that unrolls the loop runs out of registers
   loop {
     var s = vec2<f32>();
-    let has_next = first_row + stride < N;
+    let has_next = workgroup_row(first_row, row, row_offset) + stride < N;
     var i = 0u;
     loop {
       let last = IN_FLIGHT == ITERATIONS || i + IN_FLIGHT >= iterations;

@@ -169,6 +169,8 @@ class Ops:
             elif role is Role.BROADCAST:
                 one_subgroup = caps.subgroup == routes.vector_lanes(caps)
                 names.append("broadcast_subgroup" if one_subgroup else "broadcast_plain")
+            elif role is Role.TURN:
+                names.append("turn_row" if caps.measured_barrier else "turn_uniform")
             elif role is Role.SCORE:
                 names.insert(0, "score_int8" if int8_scores else "score_f32")  # `enable f16;` must come first
             elif role in (Role.KV4, Role.KV8):

@@ -65,6 +65,7 @@ class Role(StrEnum):
     TEXTURE = "texture"  # weights in a texture
     BROADCAST = "broadcast"  # texels that all lanes need
     SCORE = "score"  # arithmetic of attend_tile
+    TURN = "turn"  # the rows that a workgroup takes in turn
     KV4 = "kv4"  # the KV cache, 4 dimensions at a time
     KV8 = "kv8"  # the KV cache, 8 dimensions at a time
 
@@ -448,7 +449,8 @@ def fused_linear(s: Linear, grid: GridSize, caps: Caps) -> Route[Linear]:
         lanes *= 2
     prefetch = 2 if s.inputs is not Inputs.INT8 or s.storage is Storage.F16 else 4
     consts = {"WORKGROUP": grid.invocations, "LANES": lanes, "PREFETCH": prefetch}
-    return Route("linear_gemv_fused", lambda s, c: is_gemv(s), "a fused stage", row_pair_grid, DOT_PARTS, consts)
+    parts = (*DOT_PARTS, Role.TURN)
+    return Route("linear_gemv_fused", lambda s, c: is_gemv(s), "a fused stage", row_pair_grid, parts, consts)
 
 
 def fused_subgroups_per_head(heads_per_kv: int, grid: GridSize, caps: Caps) -> int:
