@@ -140,15 +140,43 @@ def test_full_context_drops_the_oldest_turns(run, model, prompts, tmp_path):  # 
     lines = "".join(f"q{i}\n" for i in range(count)) + f"/tokens\n/save {file}\n"
     result = run("chat", "-m", model, "--system", "be kind", "-n", 20, stdin=lines.encode())
     assert result.code == 0 and result.out.decode() == f"{ANSWER}\n" * count
-    assert result.err.count("context of 512 is full") == 1
     asked = questions(prompts)
     assert asked[0] == ["q0"] and [q[-1] for q in asked] == [f"q{i}" for i in range(count)]
     assert all(prompt[0] == ("system", "be kind") for prompt in prompts)
     starts = [int(q[0][1:]) for q in asked]
     assert starts == sorted(starts) and 1 < len(set(starts)) <= 6  # some turns at a time, not one by one
+    told = re.findall(r"the context of 512 is full: the model does not see the oldest (\d+) turns?\n", result.err)
+    assert [int(count) for count in told] == sorted(set(starts) - {0})
     tokens, dropped = re.search(r"(\d+) of 512 .* 20 turns; .* oldest (\d+)", result.err).groups()
-    assert int(tokens) and int(dropped) == starts[-1]
+    assert 0 < int(tokens) <= 512 and int(dropped) >= starts[-1]
     assert len(json.loads(file.read_text())["messages"]) == 1 + 2 * count
+
+
+def test_older_turns_make_room_for_an_answer(run, endless_model, prompts, tmp_path):  # noqa: F811
+    """An answer that fills the context goes on without the older turns, and is cut where there are none left."""
+    lines = b"a\nb\n/set max_tokens -1\nlong\n"
+    result = run("chat", "-m", endless_model, "-c", 256, "-n", 2, "-s", 1, stdin=lines)
+    assert questions(prompts) == [["a"], ["a", "b"], ["a", "b", "long"], ["long"]]
+    assert result.err.count("the model does not see the oldest 2 turns") == 1
+    assert result.err.count("(cut: the context of 256 is full; ask for a shorter answer or a larger -c)\n") == 1
+    answer = result.out.decode().splitlines()[2]
+    words = ANSWER.split()
+    assert len(answer.split()) > 200 and answer.split() == [words[i % len(words)] for i in range(len(answer.split()))]
+    assert "cut" not in run("chat", "-m", endless_model, "-c", 256, "-n", 20, stdin=b"a\nb\n").err
+
+
+def test_tokens_are_those_that_the_model_sees(run, endless_model, tmp_path):  # noqa: F811
+    file = tmp_path / "chat.json"
+    turns = "".join(f"q{i}\n/tokens\n" for i in range(6))
+    long = "/set max_tokens -1\nlong\n/tokens\n/undo\n/tokens\n"
+    lines = f"{turns}{long}/save {file}\n/clear\n/tokens\n/load {file}\n/tokens\n"
+    result = run("chat", "-m", endless_model, "-c", 256, "-n", 30, "-s", 1, stdin=lines.encode())
+    told = re.findall(r"^(\d+) of 256 tokens, .*", result.err, re.M)
+    said = [line for line in result.err.splitlines() if " of 256 tokens" in line]
+    assert len(told) == 10 and max(map(int, told)) <= 256 and said[8] == "0 of 256 tokens, 0 turns"
+    assert said[6].endswith("7 turns; the model does not see the oldest 7") and said[7] == said[9]
+    other = run("chat", "-m", endless_model, "-c", 4096, stdin=f"/load {file}\n/tokens\n".encode())
+    assert re.search("of 4096 tokens, 6 turns\n", other.err)  # a larger context has room for all
 
 
 def test_commands_are_told_not_sent(run, model, prompts):  # noqa: F811
@@ -190,10 +218,18 @@ def test_set(run, model, monkeypatch):  # noqa: F811
         return generate(self, ids, **options)
 
     monkeypatch.setattr(Llama, "generate", recorded)
-    wrong = {"top_p": "2", "temperature": "nan", "top-k": "1.5", "max_tokens": "0", "seed": "x", "colour": "red"}
+    wrong = {
+        "": "=1",
+        "top_p": "2",
+        "temperature": "nan",
+        "top-k": "1.5",
+        "max_tokens": "0",
+        "seed": "x",
+        "colour": "red",
+    }
     lines = ["a", *(f"/set {name} {value}" for name, value in wrong.items())]
     lines += [
-        "/SET Temp 0.5",
+        "/SET Temp=0.5",
         "/set top-k 7",
         "/set seed 9",
         "/set repeat_penalty 1.2",
@@ -210,11 +246,11 @@ def test_set(run, model, monkeypatch):  # noqa: F811
 
 
 def test_system_and_stats(run, model, prompts):  # noqa: F811
-    lines = b"/stats\na\n/system be kind\nb\n/system\n/SYSTEM none\nc\n/stats\n"
+    lines = b"/stats\na\n/system be kind\nb\n/system\n/SYSTEM none\nc\n/stats\n/clear\n/stats\n"
     result = run("chat", "-m", model, stdin=lines)
     assert [prompt[0] for prompt in prompts] == [("user", "a"), ("system", "be kind"), ("user", "a")]
     assert result.err.count("system message: be kind\n") == 2 and "system message: none\n" in result.err
-    assert "nothing was answered yet" in result.err and result.err.count(" | first token ") == 1
+    assert result.err.count("nothing was answered yet") == 2 and result.err.count(" | first token ") == 1
 
 
 def test_save_and_load(run, model, prompts, tmp_path):  # noqa: F811
@@ -421,12 +457,14 @@ def saved(terminal: Terminal, folder: Path) -> list[str]:
 
 def test_chat_on_a_terminal(model, tmp_path):
     with Terminal("chat", "-m", model, home=tmp_path, columns=30) as terminal:
-        assert "talker.gguf, context 512, /help" in terminal.wait_for(PROMPT)
+        assert "talker.gguf, context 512,\r\n/help lists the commands\r\n" in terminal.wait_for(PROMPT)
         terminal.type("hello\r")
         answer = terminal.wait_for(PROMPT)
         assert "\x1b[1mforty\x1b[0m \x1b[1mtwo\x1b[0m," in answer
         assert "\nThe answer is forty two, and\nit ends.\n" in plain(answer)
         assert "/regenerate" in terminal.enter("/Help ")
+        assert "\nsystem message: none\n" in terminal.enter("/sy\t")
+        assert "\ntop_k 40\n" in terminal.enter("/set top_k\t")
         terminal.enter("\x1b[200~one\ntwo\n\x1b[201~")  # a paste
         terminal.enter("three\x1b\rfour")  # Alt-Enter
         assert saved(terminal, tmp_path) == ["hello", "one\ntwo", "three\nfour"]
@@ -439,8 +477,8 @@ def test_chat_on_a_terminal(model, tmp_path):
         terminal.type("\x03")  # changes nothing
         terminal.wait_for(PROMPT)
         terminal.enter("/set max_tokens 3")
-        assert "\n(cut at 3 tokens; /set max_tokens)\n" in terminal.enter("short")
-        assert "no command /foo" in terminal.enter("/foo")
+        assert "\n(cut at 3 tokens; /set\nmax_tokens)\n" in terminal.enter("short")
+        assert "\nerror: there is no command\n/foo\n" in terminal.enter("/foo")
         terminal.type("\x04")
         assert terminal.ends() == 0
     with Terminal("chat", "-m", model, "-q", home=tmp_path, NO_COLOR="1") as terminal:
@@ -455,7 +493,7 @@ def test_chat_on_a_terminal(model, tmp_path):
 
 
 def test_keys_and_interrupts_on_a_terminal(endless_model, tmp_path):
-    with Terminal("chat", "-m", endless_model, "-q", home=tmp_path) as terminal:
+    with Terminal("chat", "-m", endless_model, home=tmp_path) as terminal:
         terminal.wait_for(PROMPT)
         terminal.type("lost\x03")  # clears the line
         terminal.wait_for(PROMPT)
@@ -468,7 +506,7 @@ def test_keys_and_interrupts_on_a_terminal(endless_model, tmp_path):
         terminal.wait_for("xyzzyp")  # at the next prompt
         terminal.wait_for("The answer")
         terminal.type("\x03\x03\x03")
-        terminal.wait_for(PROMPT)
+        assert "\n(stopped)\n" in plain(terminal.wait_for(PROMPT))
         assert saved(terminal, tmp_path) == ["first", "xyzzyp\nq"]
         assert "2 turns" in terminal.enter("/tokens")
         terminal.type("\x03")

@@ -5,7 +5,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
@@ -13,7 +13,8 @@ from typing import Self
 os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")  # do not ask the terminal for its cursor: some never answer
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import Completer, NestedCompleter, PathCompleter
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, NestedCompleter, PathCompleter
+from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.shortcuts import CompleteStyle
@@ -42,7 +43,7 @@ class Terminal:
             "> ",
             history=history(),
             key_bindings=key_bindings(),
-            completer=NestedCompleter.from_nested_dict(words),
+            completer=CommandCompleter.from_nested_dict(words),
             complete_style=CompleteStyle.READLINE_LIKE,
             enable_suspend=True,
             prompt_continuation="  ",
@@ -85,6 +86,17 @@ class Terminal:
 
     def width(self) -> int:
         return max(1, shutil.get_terminal_size().columns - 1)  # the last column would begin a new line on some
+
+
+class CommandCompleter(NestedCompleter):
+    """Completes /commands and what follows them."""
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        text = document.text_before_cursor.lstrip()
+        if " " in text:
+            yield from super().get_completions(document, complete_event)
+        elif text.startswith("/"):  # for NestedCompleter the / is not part of a word
+            yield from (Completion(name, -len(text)) for name in self.options if name.startswith(text.lower()))
 
 
 def key_bindings() -> KeyBindings:

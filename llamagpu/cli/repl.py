@@ -1,6 +1,7 @@
 """The read-eval-print loop of `chat`: answers messages and runs /commands."""
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +17,7 @@ from llamagpu.errors import BadArgument, DoesNotFit, LlamaGpuError
 
 if TYPE_CHECKING:
     from llamagpu.engine.sampler import Sampling
-    from llamagpu.llama import Llama
+    from llamagpu.llama import Generation, Llama
 
 Answering = tuple[Callable[[], None], Callable[[str], None]]
 HELP = """\
@@ -35,6 +36,7 @@ HELP = """\
 COMMANDS = [line.split()[0] for line in HELP.splitlines()]
 ALIASES = {"/quit": "/exit", "/bye": "/exit"}
 WITH_TEXT = ("/edit", "/system", "/set", "/save", "/load")
+NO_STATS = "nothing was answered yet"
 INTEGERS = ("top_k", "repeat_last_n", "seed", "max_tokens")
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed", "max_tokens")
 
@@ -99,9 +101,8 @@ class Repl:
         self.quiet, self.verbose = quiet, verbose
         self.conversation = Conversation(system)
         self.ended = False
-        self.told_shift = False
         self.tries = 0  # answers to the last message: each has another seed
-        self.stats = "nothing was answered yet"
+        self.stats = NO_STATS
 
     def run(self) -> int:
         """Read and answer until the end of input. Return the exit code."""
@@ -141,20 +142,52 @@ class Repl:
 
     def answer(self, question: str) -> None:
         """Show the answer and add the turn. A turn that was stopped before any text is not added."""
-        conversation, seed = self.conversation, self.sampling.seed
+        conversation, before = self.conversation, self.conversation.dropped
+        with self.frontend.answering() as (check, show):
+            runs = self.generate(question, check, show)
+        run, text, ids = runs[-1], "".join(run.text for run in runs), [id for run in runs for id in run.ids]
+        stopped = run.finish_reason == "interrupted"
+        if text or not stopped:
+            conversation.turns.append(Turn(question, text))
+        if stopped:
+            self.say("(stopped)" if text else "stopped before there was an answer: the message was taken back")
+        if conversation.dropped > before:
+            unseen = f"the model does not see the oldest {turns(conversation.dropped)}"
+            self.say(f"the context of {self.llama.context} is full: {unseen}")
+        if repeats_itself(ids):
+            self.say("the answer repeats itself: try /set repeat_penalty 1.1, then /regenerate")
+        if run.finish_reason == "length" and self.frontend.interactive:
+            self.say(f"(cut at {len(ids)} tokens; /set max_tokens)")
+        if run.finish_reason == "context":
+            larger = " or a larger -c" if self.llama.context < self.llama.config.context else ""
+            self.say(f"(cut: the context of {self.llama.context} is full; ask for a shorter answer{larger})")
+        self.stats = summary(run)
+        if self.verbose:
+            log(self.stats)
+
+    def generate(self, question: str, check: Callable[[], None], show: Callable[[str], None]) -> "list[Generation]":
+        """Stream an answer. When the context is full, the oldest turns are dropped and a new run continues it."""
+        conversation, context, seed = self.conversation, self.llama.context, self.sampling.seed
         sampling = self.sampling if seed is None else replace(self.sampling, seed=seed + self.tries)
         self.tries += 1
-        with self.frontend.answering() as (check, show):
-            ids = conversation.prompt(self.llama, question, self.max_tokens)
-            if conversation.dropped and not self.told_shift:
-                self.told_shift = True
-                self.say(f"the context of {self.llama.context} is full: the model no longer sees the oldest turns")
+        runs: list[Generation] = []
+        answer: list[int] = []
+        while not runs or (runs[-1].finish_reason == "context" and conversation.dropped < len(conversation.turns)):
+            left = self.max_tokens - len(answer) if self.max_tokens >= 0 else -1
+            try:
+                ids = conversation.prompt(self.llama, question, left, answer)
+            except DoesNotFit:
+                if not runs:
+                    raise
+                break  # the template shows less than the turns
             run = self.llama.generate(
                 ids,
-                max_tokens=min(self.max_tokens, self.llama.context - len(ids)),
+                max_tokens=left if left <= context - len(ids) else -1,
                 sampling=sampling,
-                progress=progress_line("reading", self.quiet, check),
+                # A status line would erase the last line of an answer that is on the screen.
+                progress=progress_line("reading", self.quiet or bool(runs), check),
             )
+            runs.append(run)
             try:
                 for token in run:
                     if token.text:
@@ -162,17 +195,8 @@ class Repl:
                     check()
             except Interrupted:
                 run.finish_reason = "interrupted"
-        if run.text or run.finish_reason != "interrupted":
-            conversation.turns.append(Turn(question, run.text))
-        else:
-            self.say("stopped before there was an answer: the message was taken back")
-        if repeats_itself(run.ids):
-            self.say("the answer repeats itself: try /set repeat_penalty 1.1, then /regenerate")
-        if run.finish_reason == "length" and self.frontend.interactive:
-            self.say(f"(cut at {len(run.ids)} tokens; /set max_tokens)")
-        self.stats = summary(run)
-        if self.verbose or run.finish_reason == "context":
-            log(self.stats)
+            answer += run.ids
+        return runs
 
     def last(self) -> Turn:
         if not self.conversation.turns:
@@ -200,7 +224,7 @@ class Repl:
 
     def do_clear(self, _: str) -> None:
         self.conversation = Conversation(self.conversation.system)
-        self.told_shift = False
+        self.stats = NO_STATS
         self.say("a new conversation")
 
     def do_regenerate(self, _: str) -> None:
@@ -231,13 +255,13 @@ class Repl:
         (self.say if text else log)(f"system message: {self.conversation.system or 'none'}")
 
     def do_set(self, text: str) -> None:
-        name, _, value = text.partition(" ")
+        name, value = re.fullmatch(r"([^\s=]*)[\s=]*(.*)", text, re.S).groups()  # type: ignore[union-attr]
         name = name.lower().replace("-", "_")
         name = {"temp": "temperature", "n": "max_tokens", "predict": "max_tokens"}.get(name, name)
-        if name and name not in SETTINGS:
-            raise Usage(f"there is no setting {name}", f"it is one of {', '.join(SETTINGS)}")
-        if value.strip():
-            self.change(name, value.strip())
+        if text and name not in SETTINGS:
+            raise Usage(f"there is no setting {name or text}", f"it is one of {', '.join(SETTINGS)}")
+        if value:
+            self.change(name, value)
         values = {**{n: getattr(self.sampling, n) for n in SETTINGS[:-1]}, "max_tokens": self.max_tokens}
         (self.say if value else log)("\n".join(f"{n} {v}" for n, v in values.items() if name in ("", n)))
 
@@ -260,14 +284,14 @@ class Repl:
         self.last()
         path = self.path("/save", text)
         with command_errors():
-            self.conversation.save(path)
+            self.conversation.save(path, self.llama.context)
         self.say(f"saved in {path}: {turns(len(self.conversation.turns))}")
 
     def do_load(self, text: str) -> None:
         path = self.path("/load", text)
         with command_errors():
-            self.conversation = Conversation.load(path)
-        self.told_shift = False
+            self.conversation = Conversation.load(path, self.llama.context)
+        self.stats = NO_STATS
         self.say(f"loaded from {path}: {turns(len(self.conversation.turns))}")
 
     def path(self, command: str, text: str) -> Path:
@@ -282,12 +306,10 @@ class Repl:
         log(self.stats)
 
     def do_tokens(self, _: str) -> None:
-        conversation, context = self.conversation, self.llama.context
-        count = 0
-        if conversation.turns:
-            count = len(self.llama.encode_chat(conversation.messages(dropped=conversation.dropped)))
-        unseen = f"; the model does not see the oldest {conversation.dropped}" if conversation.dropped else ""
-        log(f"{count} of {context} tokens, {turns(len(conversation.turns))}{unseen}")
+        conversation = self.conversation
+        dropped, ids = conversation.fit(self.llama, None)
+        unseen = f"; the model does not see the oldest {dropped}" if dropped else ""
+        log(f"{len(ids)} of {self.llama.context} tokens, {turns(len(conversation.turns))}{unseen}")
 
     def do_exit(self, _: str) -> None:
         self.ended = True
