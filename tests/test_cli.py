@@ -25,6 +25,7 @@ from llamagpu import __version__
 from llamagpu.cli import generate
 from llamagpu.cli import main as cli
 from llamagpu.cli.generate import repeats_itself
+from llamagpu.cli.terminal import fold
 from llamagpu.engine import precision
 from llamagpu.files.gguf_file import GgufFile
 from llamagpu.files.tokenizer import Tokenizer
@@ -721,12 +722,42 @@ def test_progress_on_a_terminal_only(model, tmp_path):
 def test_bench_shows_a_status_line(model):
     args = ["bench", "-m", model, "-p", 4, "-n", 0, "-r", 2]
     result = terminal(*args)
-    assert result.code == 0 and f"{model}: preparing" in result.err
+    assert result.code == 0 and f"\x1b[K{model.name}: preparing" in result.err
     stages = re.findall(r"test 1 of 1, pp4, (warm-up|run \d+ of \d+|first token)(?:, about \d+ s left)?\r", result.err)
     assert list(dict.fromkeys(stages)) == ["warm-up", "run 1 of 2", "run 2 of 2", "first token"]
     assert re.search("pp4, run 2 of 2, about [0-9]+ s left", result.err)
     assert b"pp4" in result.out and b"\r" not in result.out
     assert "run" not in terminal(*args, "-q").err
+
+
+def test_bench_on_a_narrow_terminal(model, tmp_path):
+    """A status line that wraps could not be replaced."""
+    file = tmp_path / f"{'long-' * 20}name.gguf"
+    file.symlink_to(model)
+    result = terminal(*("bench", "-m", file, "-p", 4, "-n", 0, "-r", 1, "-o", "json"), COLUMNS="60")
+    lines = re.findall(r"\x1b\[K(long-[^\r\n]*)", result.err)
+    assert result.code == 0 and lines and all(len(line) < 60 and line.endswith("...") for line in lines)
+
+
+def test_bench_as_json_on_a_terminal(model):
+    shown = terminal("bench", "-m", model, "-p", 4, "-n", 2, "-r", 1, "-o", "json", streams="stdout stderr").err
+    rows, _, rest = re.sub(r"(?m)^.*\x1b\[K", "", shown.replace("\r\n", "\n")).partition("\n]\n")
+    rows = rows[rows.index("[\n") :]
+    assert len(json.loads(f"{rows}]")) == 2
+    assert re.fullmatch(r"pp4: median .*\n(.*\n)*tg2: median .*\n(.*\n)*", rest) and "tells more" not in shown
+
+
+@pytest.mark.parametrize(
+    "line, want",
+    [
+        ("one two three four", "one two\nthree four"),
+        ("  one two three", "  one two\n  three"),
+        ("a/long/path/stays/one", "a/long/path/stays/one"),
+        ("short", "short"),
+    ],
+)
+def test_lines_break_between_words(line, want):
+    assert fold(line, 10) == want
 
 
 def test_no_colours(model):

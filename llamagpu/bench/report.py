@@ -100,17 +100,19 @@ def rounded(value: Any) -> Any:
 
 
 class Json(Csv):
-    first = True
+    """A row is closed by what follows it: each text ends a line, which a status line on the terminal may then use."""
+
+    open = ""
 
     def header(self) -> str:
         return "[\n"
 
     def row(self, row: Row) -> str:
-        separator, self.first = ("" if self.first else ",\n"), False
-        return separator + "  {\n    " + ",\n    ".join(json_items(row)) + "\n  }"
+        before, self.open = self.open and "  },\n", "  }"
+        return f"{before}  {{\n    " + ",\n    ".join(json_items(row)) + "\n"
 
     def footer(self) -> str:
-        return "\n]\n"
+        return f"{self.open}\n]\n"
 
 
 class Jsonl(Csv):
@@ -220,4 +222,4 @@ def aside(row: Row) -> str:
     gpu = "" if row["gpu_ns"] is None else f", the GPU busy {row['gpu_ns'] / row['avg_ns']:.1%} of the time"
     first = "" if row["ttft_ns"] is None else f", first token after {row['ttft_ns'] / 1e6:.1f} ms"
     rates = f"{row['gbps']:.1f} GB/s ({row['copy_share']:.1%} of a copy), {row['tflops']:.3g} TFLOP/s"
-    return f"{test_name(row)}: median {row['median_ts']:.2f} t/s, {rates}{first}{gpu}; -v or -o json tells more"
+    return f"{test_name(row)}: median {row['median_ts']:.2f} t/s, {rates}{first}{gpu}"

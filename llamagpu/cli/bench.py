@@ -111,7 +111,7 @@ def bench(
     from llamagpu.bench.bench import BenchOptions
     from llamagpu.bench.bench import bench as measure
     from llamagpu.bench.cases import make_cases, numbers
-    from llamagpu.cli.bench_progress import BenchProgress
+    from llamagpu.cli.bench_progress import BenchProgress, source_name
 
     cases = make_cases(
         prompts=numbers(n_prompt or ["512"]),
@@ -134,11 +134,14 @@ def bench(
         log("ignored: -fa off (flash attention is always on)")
     models = sources(model, hf_repo, hf_file, synthetic, offline, quiet)
     options = BenchOptions(repetitions, delay, not no_warmup, precision, device)
+    held = "json" in (output, output_err)  # a line between two rows would stand inside the list
+    more = "; -v or -o json tells more" if output == "md" and not verbose else ""
     rows: list[Row] = []
+    asides: list[str] = []
     profiles: list[Profile] = []
     with interruptible() as check:
         for source in models:
-            status_line(f"{source}: preparing", quiet)
+            status_line(f"{source_name(source)}: preparing", quiet)
             probe = roofline_probe(source, profiles) if plot else None
             monitor = BenchProgress(source, cases, repetitions, quiet, progress, check)
             measured = measure(source, cases, options, monitor, progress_line("loading", quiet, check), probe)
@@ -147,10 +150,13 @@ def bench(
                 for put, printer in printers:  # the first row may raise an error, so the header waits for it
                     put(("" if rows else printer.header()) + printer.row(row))
                 rows.append(row)
-                if not quiet:
-                    log(report.aside(row))
+                asides.append(report.aside(row) + more)
+                if not quiet and not held:
+                    log(asides[-1])
     for put, printer in printers:
         put(("" if rows else printer.header()) + printer.footer())
+    if not quiet and held:
+        log("\n".join(asides))
     if verbose and output == "md":
         write("\n" + markdown.table(report.DETAILS, [report.details(row) for row in rows], left=2))
         write("".join(f"\n{line}\n" for line in dict.fromkeys(map(report.conditions, rows))))
@@ -167,11 +173,11 @@ def roofline_probe(source: "Source", found: "list[Profile]") -> "Probe":
     """Profiles one engine of the model for the plot."""
 
     def probe(engine: "Engine", copy: float) -> None:
+        from llamagpu.cli.bench_progress import source_name
         from llamagpu.profile.profile import profile
 
-        name = source.name if isinstance(source, Path) else source
         rows = min(engine.model.chunk, engine.settings.context - 8)
-        found.append(profile(engine, name, rows, 4, 0, copy))
+        found.append(profile(engine, source_name(source), rows, 4, 0, copy))
 
     return probe
 

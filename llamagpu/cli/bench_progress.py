@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from llamagpu.bench.bench import ModelFacts, Monitor
 from llamagpu.bench.cases import BenchCase
@@ -54,7 +55,13 @@ class BenchProgress(Monitor):
 
     @property
     def label(self) -> str:
-        return f"{self.source}: test {self.number} of {len(self.cases)}, {self.cases[self.number - 1].name}"
+        return (
+            f"{source_name(self.source)}: test {self.number} of {len(self.cases)}, {self.cases[self.number - 1].name}"
+        )
+
+
+def source_name(source: Source) -> str:
+    return source.name if isinstance(source, Path) else source
 
 
 def software_minutes(params: int, cases: Sequence[BenchCase], repetitions: int) -> float:

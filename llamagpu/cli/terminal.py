@@ -2,8 +2,10 @@
 
 import errno
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -50,9 +52,20 @@ def write(data: str | bytes) -> None:
 
 
 def log(text: str) -> None:
-    """Print a line on stderr. It replaces a status line."""
-    if sys.stderr is not None:
-        print(("\r\033[K" if on_terminal() else "") + text, file=sys.stderr, flush=True)
+    """Print lines on stderr. They replace a status line. A terminal gets them broken between words."""
+    if sys.stderr is None:
+        return
+    if on_terminal():
+        text = "\r\033[K" + "\n".join(fold(line, shutil.get_terminal_size().columns) for line in text.split("\n"))
+    print(text, file=sys.stderr, flush=True)
+
+
+def fold(line: str, width: int) -> str:
+    """Break a line between words. The further lines are indented as it is; a word is never broken."""
+    if len(line) <= width:
+        return line
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def show_engine_log(verbose: bool) -> None:
@@ -82,7 +95,8 @@ def on_terminal() -> bool:
 def status_line(text: str, quiet: bool) -> None:
     """Show a line on stderr that the next one replaces, on a terminal only. An empty text clears it."""
     if not quiet and on_terminal():
-        sys.stderr.write(f"\r\033[K{text}")
+        fits = shutil.get_terminal_size().columns - 1  # a line that wraps cannot be replaced
+        sys.stderr.write(f"\r\033[K{text if len(text) <= fits else text[: fits - 3] + '...'}")
         sys.stderr.flush()
 
 
