@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 from llamagpu.errors import check_argument
 
+ROLES = ("system", "user", "assistant", "tool", "developer")
+
 
 def token_ids(name: str, values: object) -> list[int]:
     """A list of ints. A text is not one, and neither is a list of texts."""
@@ -33,3 +35,5 @@ def check_messages(messages: object) -> None:
             value, expected = message.get(key), "a str" if key in message else f"the {key}, a str"
             valid = isinstance(value, str) or (key == "content" and value is None and "tool_calls" in message)
             check_argument(f"messages[{i}][{key!r}]", value, valid, expected)
+        role = message["role"]
+        check_argument(f"messages[{i}]['role']", role, role in ROLES, f"one of {', '.join(ROLES)}")

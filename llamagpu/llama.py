@@ -41,6 +41,10 @@ from llamagpu.results import Completion, Logprob, Timings, Token, Usage
 Progress = Callable[[int, int], None]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
+AT_LEAST_0 = "a whole number from 0 up"
+CLOSED, LATER_CALL = "its Llama was closed", "a later call on the same Llama ended it"
+REMEDIES = {CLOSED: "load the model again", LATER_CALL: "start a new one, or load the model twice"}
+
 
 def load(
     model: str | os.PathLike[str],
@@ -107,8 +111,9 @@ class Llama:
             check_argument(argument, value, value is None or is_whole(value, 1), "a whole number from 1 up, or None")
         options = EngineOptions(name, context, chunk, kv_type, precision)  # type: ignore[arg-type]
         started = time.perf_counter()
+        self.path = Path(path)
         with error_context(path), map_device_lost():
-            source = open_source(Path(path))
+            source = open_source(self.path)
             try:
                 self.tokenizer = Tokenizer.from_gguf(source.file.metadata)
                 open_s, _ = elapsed(started)
@@ -127,9 +132,13 @@ class Llama:
         """Free the memory. The Llama cannot generate or embed afterwards. Closing it twice does nothing."""
         if self.closed:
             return
-        with self._in_use(ended="its Llama was closed"):
+        with self._in_use(ended=CLOSED):
             self.closed = True
             self.loaded.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"<Llama {self.path.name} on {self.gpu.name}, context {self.context}{state}>"
 
     def __enter__(self) -> "Llama":
         self._check_open()
@@ -173,9 +182,7 @@ class Llama:
             raise WrongState("this Llama is closed", "load the model again")
 
     @contextmanager
-    def _in_use(
-        self, generation: "Generation | None" = None, ended: str = "a later call on the same Llama ended it"
-    ) -> Iterator[None]:
+    def _in_use(self, generation: "Generation | None" = None, ended: str = LATER_CALL) -> Iterator[None]:
         """For one call that uses the device. Ends any other generation that has begun: they share the KV cache."""
         self._check_open()
         if not self._lock.acquire(blocking=False):
@@ -330,17 +337,20 @@ class Llama:
         if max(ids) >= self.config.vocab or min(ids) < 0:
             cause = f"the prompt has token ids outside 0..{self.config.vocab - 1}"
             raise BadArgument(cause, "encode it with this model's tokenizer")
-        check_argument("max_tokens", max_tokens, is_whole(max_tokens, -1), "a whole number; -1: until the end")
-        check_argument("logprobs", logprobs, logprobs is None or is_whole(logprobs, 0), "how many of the likeliest")
+        check_argument("max_tokens", max_tokens, is_whole(max_tokens, -1), f"{AT_LEAST_0}; -1: until the end")
+        check_argument("logprobs", logprobs, logprobs is None or is_whole(logprobs, 0), f"{AT_LEAST_0}, or None")
         check_argument("sampling", sampling, isinstance(sampling, Sampling | None), "a llamagpu.Sampling")
         new = abs(max_tokens)  # -1: at least one
         wanted = len(ids) + new
         if wanted > self.context:
             most = self.config.context
-            larger = f"a larger context (-c or context=, at most {most}), " if self.context < most else ""
+            ways = [f"a larger context (-c or context=, at most {most})"] if self.context < most else []
+            ways.append("a shorter prompt")
+            if len(ids) < self.context and new > 1:
+                ways.append("fewer new tokens (-n or max_tokens=)")
             raise DoesNotFit(
                 f"{len(ids)} prompt tokens and {new} new ones need a context of {wanted}; it is {self.context}",
-                f"use {larger}a shorter prompt or fewer new tokens (-n or max_tokens=)",
+                "use " + " or ".join(ways),
             )
         if wanted > self.loaded.engine.cache.capacity:
             self.loaded.check_memory(wanted)
@@ -444,7 +454,8 @@ class Generation(Iterator[Token]):
         if self.finish_reason:
             raise StopIteration
         if self._ended:
-            raise WrongState(f"this generation cannot go on: {self._ended}", "start a new one, or load the model twice")
+            remedy = REMEDIES.get(self._ended, "start a new one")
+            raise WrongState(f"this generation cannot go on: {self._ended}", remedy)
         with self.llama._in_use(self):
             try:
                 token = self._next()

@@ -295,6 +295,8 @@ def test_complete_refuses(llama, arguments, cause):
     with pytest.raises(BadArgument, match=cause) as caught:
         llama.complete(**{"prompt": PROMPT, "max_tokens": 1} | arguments)
     assert "\n" not in caught.value.cause and caught.value.remedy
+    if "-" in cause:
+        assert "from 0 up" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -306,6 +308,7 @@ def test_complete_refuses(llama, arguments, cause):
         (["hi"], r"messages\[0\] is 'hi'"),
         ([*MESSAGES, {"role": "user"}], r"messages\[1\]\['content'\] is None"),
         ([{"content": "hi"}], r"messages\[0\]\['role'\] is None"),
+        ([*MESSAGES, {"role": "robot", "content": "hi"}], r"messages\[1\]\['role'\] is 'robot'"),
         ([{"role": "user", "content": ["a", "b"]}], r"messages\[0\]\['content'\] is \['a', 'b'\]"),
     ],
 )
@@ -319,10 +322,13 @@ def test_chat_refuses(llama, messages, cause):
 def test_what_does_not_fit_names_the_larger_context(path, gpu, llama):
     with Llama(path, device=gpu, context=64) as small, pytest.raises(DoesNotFit) as caught:
         small.complete(PROMPT, max_tokens=100)
-    assert "at most 256" in caught.value.remedy
+    assert "at most 256" in caught.value.remedy and "fewer new tokens" in caught.value.remedy
     with pytest.raises(DoesNotFit) as caught:
         llama.complete(PROMPT, max_tokens=1000)
     assert "larger" not in caught.value.remedy  # it is the largest already
+    with pytest.raises(DoesNotFit) as caught:
+        llama.complete([1] * 256, max_tokens=8)
+    assert caught.value.remedy == "use a shorter prompt"  # fewer new tokens would not do
 
 
 # Generations
@@ -439,8 +445,9 @@ def test_a_closed_generation(llama):
     next(run)
     run.close()
     run.close()
-    with pytest.raises(WrongState, match="it was closed"):
+    with pytest.raises(WrongState, match="it was closed") as caught:
         next(run)
+    assert caught.value.remedy == "start a new one"
     run = llama.generate(PROMPT, max_tokens=2)
     answer = run.result()
     run.close()
@@ -492,8 +499,10 @@ def test_use_after_close(path, gpu):
     next(begun)
     llama.close()
     llama.close()
-    with pytest.raises(WrongState, match="its Llama was closed"):
+    with pytest.raises(WrongState, match="its Llama was closed") as caught:
         next(begun)
+    assert caught.value.remedy == "load the model again"
+    assert repr(llama) == f"<Llama {path.name} on {gpu.name}, context 256, closed>"
     calls = {
         "unread": lambda: next(unread),
         "complete": lambda: llama.complete(PROMPT),
