@@ -113,7 +113,7 @@ def test_file_specs(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert registry.resolve("~/a b.gguf") == file
     assert "is a folder" in failure(str(tmp_path))[0]
-    assert failure("smolm2") == ("no such file: smolm2", "did you mean smollm2?")
+    assert failure("smolm2") == ("no model or file is called smolm2", "did you mean smollm2?")
     assert "cannot read" in failure("x" * 5000)[0]
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe.gguf")
@@ -206,7 +206,8 @@ def test_find(spec, expected):
 def test_did_you_mean(spec, remedy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
-    assert failure(spec) == (f"no such file: {spec}", remedy)
+    cause = "no such file:" if "/" in spec or spec.endswith(".gguf") else "no model or file is called"
+    assert failure(spec) == (f"{cause} {spec}", remedy)
 
 
 def test_search_and_suggest():

@@ -55,7 +55,9 @@ def resolve(spec: str, *, progress: bool = True, offline: bool = False) -> Path:
             raise BadFile(f"{spec} is a {kind}", "save the model to a file first: it is read more than once")
     except OSError as error:
         raise BadFile(f"cannot read {spec}: {error.strerror}", "check its name and permissions") from error
-    raise BadFile(f"no such file: {spec}", _did_you_mean(spec))
+    like_a_path = "/" in spec or os.sep in spec or spec.endswith(MODEL_SUFFIXES)
+    cause = f"no such file: {spec}" if like_a_path else f"no model or file is called {spec}"
+    raise BadFile(cause, _did_you_mean(spec))
 
 
 def _resolve_name(entry: Entry, quant: str, progress: bool, offline: bool) -> Path:
@@ -99,6 +101,11 @@ def find_entry(name: str) -> Entry:
 
 
 def _no_such_name(name: str) -> LlamaGpuError:
+    if name.startswith("hf:"):
+        remedy = (
+            f"it knows only models that have a name (`llamagpu models`); `llamagpu models path {name}` finds a file"
+        )
+        return LlamaGpuError(f"nothing is known about {name} without its file", remedy)
     near = suggest(name)
     remedy = f"did you mean {' or '.join(near)}?" if near else "`llamagpu models` lists the names"
     return LlamaGpuError(f"no model is called {name}", remedy)
