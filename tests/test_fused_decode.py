@@ -23,7 +23,7 @@ from llamagpu.engine.routes import Attention, GridSize
 from llamagpu.engine.sampler import Sampling
 from llamagpu.engine.slabs import Slabs
 from llamagpu.engine.weights import Layer, slab_groups
-from llamagpu.errors import BadFile
+from llamagpu.errors import BadArgument, BadFile
 from llamagpu.files.storage import Storage
 from llamagpu.gpu import device
 from llamagpu.gpu.buffers import BufferRange
@@ -561,6 +561,9 @@ def test_where_layers_are_fused(monkeypatch, info, coherent, wanted):
     for value in "01":
         monkeypatch.setenv("LLAMAGPU_FUSED", value)
         assert grid_barrier_allowed(info, coherent) == (value == "1")
+    monkeypatch.setenv("LLAMAGPU_FUSED", "maybe")
+    with pytest.raises(BadArgument, match="LLAMAGPU_FUSED is 'maybe'"):
+        grid_barrier_allowed(info, coherent)
 
 
 def test_a_kernel_with_too_many_bindings_is_not_fused(fused_gpu, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from llamagpu.engine import routes
 from llamagpu.engine.load import ModelSource, load_model, plan_memory
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision, Settings
 from llamagpu.engine.synthetic import SyntheticFile, fitting_type, synthetic_config
-from llamagpu.errors import DoesNotFit, LlamaGpuError
+from llamagpu.errors import BadArgument, DoesNotFit
 from llamagpu.files.config import tensor_shapes
 from llamagpu.files.gguf_file import BLOCKS, RawTensor
 from llamagpu.files.matrices import matrix_sources
@@ -116,7 +116,7 @@ def test_memory_for_a_longer_text_is_planned_too(tmp_path, gpu, monkeypatch):
 
 def test_max_memory_is_a_number(path, gpu, monkeypatch):
     monkeypatch.setenv("LLAMAGPU_MAX_MEMORY", "lots")
-    with pytest.raises(LlamaGpuError, match="LLAMAGPU_MAX_MEMORY is 'lots'"):
+    with pytest.raises(BadArgument, match="LLAMAGPU_MAX_MEMORY is 'lots'"):
         Llama(path, device=gpu)
 
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from llamagpu.engine.weights import Weights, in_order
-from llamagpu.errors import LlamaGpuError
+from llamagpu.errors import BadArgument
 from llamagpu.gpu.buffers import nbytes
 from llamagpu.gpu.device import Gpu
 
@@ -58,8 +58,8 @@ def memory_limit(gpu: Gpu) -> int:
     """
     wanted = os.environ.get("LLAMAGPU_MAX_MEMORY")
     if wanted:
-        if not wanted.isdigit():
-            raise LlamaGpuError(f"LLAMAGPU_MAX_MEMORY is {wanted!r}", "it takes a whole number of MiB")
+        if not wanted.isdecimal():
+            raise BadArgument(f"LLAMAGPU_MAX_MEMORY is {wanted!r}", "it takes a whole number of MiB")
         return int(wanted) << 20
     available = available_host_bytes() if gpu.software else 0
     return available + gpu.allocated_bytes if available else 0

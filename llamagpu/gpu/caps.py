@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llamagpu.errors import BadArgument
+
 NVIDIA = 0x10DE  # vendor id
 Grid = tuple[int, int, int]  # workgroups of a dispatch
 
@@ -81,5 +83,7 @@ def grid_barrier_allowed(info: Mapping[str, Any], coherent: bool) -> bool:
     (engine/fused_check.py). LLAMAGPU_FUSED=0 disables it, 1 enables it on any adapter, uncompared.
     """
     wanted = os.environ.get("LLAMAGPU_FUSED", "")
+    if wanted not in ("", "0", "1"):
+        raise BadArgument(f"LLAMAGPU_FUSED is {wanted!r}", "it takes 0 (unfused decode) or 1 (fused on any adapter)")
     vulkan_gpu = info["adapter_type"] != "CPU" and info["backend_type"] == "Vulkan"
     return wanted == "1" or (wanted != "0" and (barrier_is_measured(info) or (vulkan_gpu and coherent)))
