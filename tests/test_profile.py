@@ -358,6 +358,9 @@ def test_command(measure: Runner, gpu: Gpu, tmp_path: Path) -> None:  # noqa: F8
     assert result.code == 0 and "us without timestamps between them" in result.out
     assert json.loads(trace.read_text())["traceEvents"] and page.read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "trace.json"]
+    assert not result.err
+    told = measure("profile", "--synthetic", "tiny", "-p", "0", "-n", "1", "-o", "json", "--html", page)
+    assert told.err.endswith(f"written: {page}\n")
     as_json = measure("profile", "--synthetic", "tiny", "-p", "0", "-n", "1", "-o", "json", "-q")
     assert as_json.code == 0 and [phase["name"] for phase in as_json.json["phases"]] == ["1 tokens at 1"]
 

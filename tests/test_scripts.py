@@ -105,6 +105,8 @@ def test_first_run_sets_up_and_the_second_is_silent(checkout):
     used = os.times().children_user + os.times().children_system - before.children_user - before.children_system
     assert used < 0.5, used  # 0.02 measured: nothing is imported, nothing installed
     assert checkout.calls() == []
+    executable(checkout.venv / "bin/llamagpu", '#!/bin/sh\necho "$LLAMAGPU_PROGRAM"\n')
+    assert checkout.run("x")[1] == f"{checkout.root}/scripts/run\n"  # the name for messages
 
 
 def test_started_through_a_link(checkout, tmp_path):

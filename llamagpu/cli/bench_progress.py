@@ -13,7 +13,7 @@ from llamagpu.gpu.device import Gpu
 SOFTWARE_RATE = 5e9  # parameters times tokens per second, roughly: 2 CPU cores read a prompt at 8e9 and decode at 3e9
 SLOW = (
     "{} is a software adapter: this takes about {:.0f} minutes or more\n"
-    "for a quick look: llamagpu bench --synthetic tiny, or llamagpu bench -m smollm2 -p 32 -n 16 -r 2"
+    "for a quick look: `llamagpu bench --synthetic tiny`, or `llamagpu bench -m smollm2 -p 32 -n 16 -r 2`"
 )
 
 

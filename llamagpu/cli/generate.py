@@ -36,6 +36,7 @@ LARGER_MODEL = "qwen2.5-1.5b"
 # The text repeats itself if the last WINDOW tokens have fewer than DISTINCT different runs of 4 tokens. The prose of
 # this repository has at least 205, its tables and code at least 102 (SmolLM2's tokens).
 WINDOW, DISTINCT = 256, 48
+FEW_TOKENS = 16  # the time of so few is that of starting: their rate would say nothing about the speed
 
 
 def generate(
@@ -105,7 +106,7 @@ def generate(
         elif not quiet:
             log(summary(run))
             if model == DEFAULT and not hf_repo and on_terminal():
-                log(f"for better text: llamagpu generate -m {LARGER_MODEL} -p ...")
+                log(f"a larger model should write better: `llamagpu generate -m {LARGER_MODEL} -p ...`")
     if prompt_cache and not prompt_cache_ro:
         save_prompt(run, prompt_cache, quiet)
     if run.finish_reason == "interrupted":
@@ -116,6 +117,8 @@ def encode(llama: "Llama", text: str, system: str | None, raw: bool) -> list[int
     """The prompt ids: with the chat template for an instruct model, without it for a base model or --raw."""
     check_bytes(llama.tokenizer, text)
     if not raw and llama.tokenizer.chat_template is not None:
+        if not text.strip():
+            raise Usage("the message is empty", "give some text; --raw starts from nothing")
         return llama.encode_chat([*system_message(system), {"role": "user", "content": text}])
     if system:
         reason = "--raw leaves that out" if raw else "this model has none"
@@ -190,7 +193,8 @@ def summary(run: "Generation") -> str:
     """One line with the measured times and speeds."""
     t = run.timings
     cached = f" ({t.cached_tokens} from the cache)" if t.cached_tokens else ""
-    speed = f", {t.prefill_tps:.1f} tok/s" if t.prefill_s else ""
+    few = t.cached_tokens and t.prompt_tokens - t.cached_tokens < FEW_TOKENS
+    speed = f", {t.prefill_tps:.1f} tok/s" if t.prefill_s and not few else ""
     fields = [f"load {run.llama.load_times.total_s:.2f} s", f"prompt {t.prompt_tokens} tokens{cached}{speed}"]
     if t.tokens:
         fields.append(f"first token {t.first_token_s:.2f} s")

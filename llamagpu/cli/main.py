@@ -17,7 +17,7 @@ from llamagpu.cli.convert import convert
 from llamagpu.cli.generate import generate
 from llamagpu.cli.models import models_app
 from llamagpu.cli.perplexity import perplexity
-from llamagpu.cli.terminal import Interrupted, log, write
+from llamagpu.cli.terminal import Interrupted, Usage, log, write
 from llamagpu.cli.tokenize import tokenize
 from llamagpu.cli.usage import RunCommand, usage_error
 from llamagpu.errors import DoesNotFit, LlamaGpuError
@@ -40,6 +40,13 @@ SUMMARIES = {
 class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(self.commands, key=[*SUMMARIES, *self.commands].index)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """An abbreviation gets the names that it may stand for; typer itself suggests only what is spelled alike."""
+        begun = [name for name in self.list_commands(ctx) if name.startswith(args[0])]
+        if args[0] and begun and args[0] not in begun:
+            raise Usage(f"no such command {args[0]!r}", f"did you mean {' or '.join(begun)}?")
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
@@ -92,10 +99,22 @@ def main() -> None:
     sys.exit(code)
 
 
+def command_path() -> str:
+    """The words of the command that was called."""
+    command: Any = typer.main.get_command(app)
+    words = ["llamagpu"]
+    for word in sys.argv[1:]:
+        command = getattr(command, "commands", {}).get(word)
+        if command is None:
+            break
+        words.append(word)
+    return " ".join(words)
+
+
 def report(error: Exception) -> int:
     """Print cause and remedy on stderr and return the exit code."""
     if hasattr(error, "show") and hasattr(error, "format_message"):  # typer's own, from click or its copy of it
-        error = usage_error(error)
+        error = usage_error(error, command_path())
     if isinstance(error, LlamaGpuError):
         if isinstance(error, Interrupted):
             log("interrupted")

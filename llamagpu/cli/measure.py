@@ -74,6 +74,8 @@ def profile(
     if html:
         save(html, page.page(found))
     write(json.dumps(report.as_json(found)) + "\n" if output == "json" else report.text(found))
+    if (paths := [str(path) for path in (html, trace) if path]) and not quiet:
+        log(f"written: {', '.join(paths)}")
 
 
 def save(path: Path, text: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from llamagpu.cli.generate import repeats_itself, summary
 from llamagpu.cli.terminal import Interrupted, PipeClosed, Usage, interruptible, log, progress_line, write
+from llamagpu.cli.tokenize import check_bytes
 from llamagpu.conversation import Conversation, Turn
 from llamagpu.errors import BadArgument, DoesNotFit, LlamaGpuError
 
@@ -47,7 +48,7 @@ def turns(count: int) -> str:
 
 @contextmanager
 def command_errors() -> Iterator[None]:
-    """A command that fails does not end a piped chat, as any other error of a file would."""
+    """A command that fails or a message of wrong bytes does not end a piped chat, as other errors of a file would."""
     try:
         yield
     except LlamaGpuError as error:
@@ -143,6 +144,8 @@ class Repl:
     def answer(self, question: str) -> None:
         """Show the answer and add the turn. A turn that was stopped before any text is not added."""
         conversation, before = self.conversation, self.conversation.dropped
+        with command_errors():
+            check_bytes(self.llama.tokenizer, question)
         with self.frontend.answering() as (check, show):
             runs = self.generate(question, check, show)
         run, text, ids = runs[-1], "".join(run.text for run in runs), [id for run in runs for id in run.ids]

@@ -55,6 +55,8 @@ def log(text: str) -> None:
     """Print lines on stderr. They replace a status line. A terminal gets them broken between words."""
     if sys.stderr is None:
         return
+    # Commands that a message recommends begin as this one did: scripts/run sets the variable.
+    text = text.replace("`llamagpu ", f"`{os.environ.get('LLAMAGPU_PROGRAM') or 'llamagpu'} ")
     if on_terminal():
         text = "\r\033[K" + "\n".join(fold(line, shutil.get_terminal_size().columns) for line in text.split("\n"))
     print(text, file=sys.stderr, flush=True)

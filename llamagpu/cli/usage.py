@@ -83,10 +83,10 @@ WORDS = (
 )
 
 
-def usage_error(error: Any) -> Usage:
-    """An error of typer's parser as a cause that names option and value, and a remedy."""
+def usage_error(error: Any, command: str) -> Usage:
+    """An error of typer's parser as a cause that names option and value, and a remedy that names the command."""
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
-    remedy = f"`{context.command_path} --help` lists what it takes" if context else "--help lists what it takes"
+    remedy = f"`{command} --help` lists what it takes"
     if param is None or type(error).__name__ != "BadParameter":
         message = re.sub(
             r"^Got unexpected extra arguments?\(?s?\)? \((.*)\)$", r"unexpected: \1", error.format_message()
