@@ -174,7 +174,8 @@ PrecisionOption = Annotated[
     Precision | None,
     option(
         "--precision",
-        help="Activations in int8 (fast) or f32 (high) (default: fast on NVIDIA, AMD and Intel GPUs, else high).",
+        help="Activations in int8 (fast) or f32 (high) (default: fast on NVIDIA, AMD and Intel GPUs "
+        "whose 8-bit arithmetic passes a check when a model is loaded, else high).",
     ),
 ]
 JsonOption = Annotated[bool, option("--json", help="Print JSON on stdout.")]
