@@ -170,7 +170,10 @@ def test_older_turns_make_room_for_an_answer(run, endless_model, prompts, tmp_pa
     result = run("chat", "-m", endless_model, "-c", 256, "-n", 2, "-s", 1, stdin=lines)
     assert questions(prompts) == [["a"], ["a", "b"], ["a", "b", "long"], ["long"]]
     assert result.err.count("the model does not see the oldest 2 turns") == 1
-    assert result.err.count("(cut: the context of 256 is full; ask for a shorter answer or a larger -c)\n") == 1
+    assert (
+        result.err.count("(cut: the context of 256 is full; ask for a shorter answer, or start with a larger -c)\n")
+        == 1
+    )
     answer = result.out.decode().splitlines()[2]
     words = ANSWER.split()
     assert len(answer.split()) > 200 and answer.split() == [words[i % len(words)] for i in range(len(answer.split()))]

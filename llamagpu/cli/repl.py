@@ -162,7 +162,7 @@ class Repl:
         if run.finish_reason == "length" and self.frontend.interactive:
             self.say(f"(cut at {len(ids)} tokens; /set max_tokens)")
         if run.finish_reason == "context":
-            larger = " or a larger -c" if self.llama.context < self.llama.config.context else ""
+            larger = ", or start with a larger -c" if self.llama.context < self.llama.config.context else ""
             self.say(f"(cut: the context of {self.llama.context} is full; ask for a shorter answer{larger})")
         self.stats = summary(run)
         if self.verbose:
