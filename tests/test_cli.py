@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import pty
 import re
@@ -25,7 +26,7 @@ from llamagpu import __version__
 from llamagpu.cli import generate
 from llamagpu.cli import main as cli
 from llamagpu.cli.generate import repeats_itself
-from llamagpu.cli.terminal import fold
+from llamagpu.cli.terminal import fold, show_engine_log
 from llamagpu.engine import precision
 from llamagpu.files.gguf_file import GgufFile
 from llamagpu.files.tokenizer import Tokenizer
@@ -949,3 +950,18 @@ def test_shell_completion(words, offered):
     env = {"_LLAMAGPU_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     result = finish(start(patch="import sys; sys.argv[0] = 'llamagpu'", env=env))
     assert result.out.decode().split() == offered
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_what_the_engine_logs_is_shown(verbose, capsys):
+    """Warnings always, what it finds out about the adapter with -v."""
+    logger = logging.getLogger("llamagpu")
+    before = logger.handlers, logger.level
+    try:
+        show_engine_log(verbose)
+        logger.info("kernels without subgroups are used")
+        logger.warning("decode goes on unfused")
+    finally:
+        logger.handlers, logger.level = before
+    found = ["kernels without subgroups are used"] * verbose + ["decode goes on unfused"]
+    assert capsys.readouterr().err.splitlines() == found

@@ -16,6 +16,7 @@ from test_model import by_name, check_against_reference
 
 from llamagpu.engine import fused_check, routes, weights
 from llamagpu.engine import load as engine_load
+from llamagpu.engine.decode import MAX_TOKENS_PER_SUBMIT, SUBMISSIONS_IN_FLIGHT
 from llamagpu.engine.fused_decode import FusedDecode, matrix_buffers, slab_key, timed_out
 from llamagpu.engine.model import BufferModel
 from llamagpu.engine.options import Backend, KvType, Precision, Settings
@@ -411,13 +412,13 @@ def break_barrier(run: OneSequence, spins: int) -> None:
 @pytest.mark.parametrize("spins", [1, 1 << 12], ids=["one look", "a limit"])
 @pytest.mark.parametrize("sampling", [None, Sampling(seed=7, repeat_penalty=1.3, top_k=9)], ids=["greedy", "sampled"])
 def test_a_barrier_that_times_out_in_the_100th_token(fused_gpu, tmp_path, caplog, sampling, spins):
-    run = load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE), context=140)
-    prompt = [1, 2, 3]
+    run = load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE), context=160)
+    prompt, count = [1, 2, 3], 100 + 2 * MAX_TOKENS_PER_SUBMIT * SUBMISSIONS_IN_FLIGHT  # some are computed already
 
     def text():
         run.clear()
         run.prefill(prompt)
-        return run.sample(sampling, prompt, 120) if sampling else run.greedy(120)
+        return run.sample(sampling, prompt, count) if sampling else run.greedy(count)
 
     want = list(text())
     tokens = text()

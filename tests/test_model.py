@@ -321,7 +321,7 @@ def test_sequences_of_one_step_do_not_see_each_other(gpu, tmp_path, precision):
 def test_progress_counts_every_chunk(run):
     seen: list[tuple[int, int]] = []
     run.prefill(token_ids(33), lambda done, total: seen.append((done, total)))
-    assert seen == [(16, 33), (32, 33), (33, 33)]
+    assert seen == [(0, 33), (16, 33), (32, 33), (33, 33)]
 
 
 def test_continue_after_truncate(run, tiny):

@@ -425,7 +425,7 @@ def test_generate_twice(run, model, cache):  # noqa: F811
     assert longer["ids"] == run(*args, "-p", text + " over the lazy dog", "--json").json["ids"]
     assert written() != before
     said = run(*args, "-p", text + " over the lazy dog", "--prompt-cache-file", cache).err
-    assert f"prompt {len(longer['prompt_ids'])} tokens ({len(longer['prompt_ids']) - 1} from the cache), " in said
+    assert f"prompt {len(longer['prompt_ids'])} tokens ({len(longer['prompt_ids']) - 1} from the cache)" in said
     other = result("the quick brown dog")
     assert 10 < other["timings"]["cached_tokens"] < count
     assert result("the quick brown dog", "-ub", 2)["timings"]["cached_tokens"] == len(other["prompt_ids"]) - 1
