@@ -195,7 +195,7 @@ def test_kernels_of_a_file(measure: Runner, gpu: Gpu, tmp_path: Path) -> None:  
     path = tiny_llama(tmp_path / "m.gguf", context=256)
     result = measure("devices", "--kernels", "-m", path, "-c", "64", "--precision", "high", "-q")
     assert result.code == 0 and not result.err and "precision high" in result.out.splitlines()[0]
-    rows = min(64, default_chunk(gpu.caps, int8=False))
+    rows = min(64, default_chunk(gpu.caps, int8=False, textures=gpu.software))
     assert f"Step of {rows} rows at position 0" in result.out and " 128x64 " in result.out
 
 
@@ -206,4 +206,5 @@ def test_wgsl(measure: Runner, gpu: Gpu) -> None:  # noqa: F811
         result = measure(*args, "--wgsl", found.id)
         assert result.code == 0 and result.out == found.dispatch.source + "\n" and not result.err
     missing = measure(*args, "--wgsl", "3.1")
-    assert missing.code == 2 and not missing.out and f"{min(512, default_chunk(gpu.caps, int8=False))}.N" in missing.err
+    rows = min(512, default_chunk(gpu.caps, int8=False, textures=gpu.software))
+    assert missing.code == 2 and not missing.out and f"{rows}.N" in missing.err

@@ -491,7 +491,7 @@ def test_no_buffer_is_bound_twice_where_it_is_written(fused_gpu, tmp_path):
 @pytest.mark.parametrize("measured", [True, False])
 def test_coherent_buffers_and_fences_where_nobody_measured(fused_gpu, tmp_path, monkeypatch, measured):
     monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, measured_barrier=measured))
-    path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(layers=2))
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
     run = load_one(fused_gpu, path)
     (kernel,) = (d for d in run.model.plan(1).dispatches if d.kernel == "fused_layers")
     written = kernel.source.count("var<storage, read_write>") - 1  # the barrier's words are atomic

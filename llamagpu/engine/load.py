@@ -149,7 +149,7 @@ def resolve(options: EngineOptions, source: ModelSource, gpu: Gpu) -> Settings:
     backend = Backend.TEXTURES if textures else Backend.BUFFERS
     context = options.context or min(c.context, routes.max_positions(c.head_dim, caps, textures) or c.context)
     better = KvType.F32 if textures or not caps.native_f16 else KvType.F16
-    chunk = options.chunk or routes.default_chunk(caps, precision is Precision.FAST)
+    chunk = options.chunk or routes.default_chunk(caps, precision is Precision.FAST, textures)
     capacity = context if options.context else min(context, FIRST_CAPACITY)
     return Settings(precision, options.kv_type or better, backend, min(chunk, context), context, capacity)
 
