@@ -40,6 +40,7 @@ def fused_gpu() -> Any:
     found = open_gpu(LLAMAGPU_FUSED="1")
     if found.caps.subgroup < 4:
         pytest.skip("fused decode needs subgroups of 4 or more")
+    found.caps = replace(found.caps, compares_fused=False)  # most tests compare, with float64
     return found
 
 
@@ -518,7 +519,7 @@ def test_right_layers_are_fused(compared, tmp_path, monkeypatch, mode):
     assert run.model.fused
     check_against_reference(run, path)
     assert [file.read_text() for file in (tmp_path / "cache/fused").iterdir()] == ["right"]
-    monkeypatch.setattr(fused_check, "differences", None)
+    monkeypatch.setattr(fused_check, "largest_nmse", None)
     assert load_one(compared, path, **mode).model.fused  # remembered
     monkeypatch.setitem(compared.info, "description", "another driver")
     with pytest.raises(TypeError):

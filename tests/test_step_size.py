@@ -9,7 +9,7 @@ from llamagpu.engine.step_size import STEP_S, TRIAL_ROWS, StepSize
 
 
 def test_a_fast_gpu_takes_whole_chunks():
-    size = StepSize(1024, trial=True)
+    size = StepSize(1024, timed=True)
     assert size.needs_trial
     size.after_trial(0.008)  # an 8B model on an H200
     assert size.rows == 1024 and not size.needs_trial
@@ -20,13 +20,13 @@ def test_a_fast_gpu_takes_whole_chunks():
 @pytest.mark.parametrize("flops, rows", [(1e12, 32), (0.1e12, 4), (0.01e12, 1), (20e12, 1024)])
 def test_a_slow_gpu_takes_shorter_steps(flops, rows):
     """An 8B model: 16 GFLOP a row."""
-    size = StepSize(1024, trial=True)
+    size = StepSize(1024, timed=True)
     size.after_trial(TRIAL_ROWS * 16e9 / flops)
     assert size.rows == rows
 
 
 def test_steps_get_shorter_as_attention_takes_longer_and_longer_again():
-    size = StepSize(1024, trial=True)
+    size = StepSize(1024, timed=True)
     size.after_step(1024, 3 * STEP_S)
     assert size.rows == 256
     size.after_step(256, 1.5 * STEP_S)
@@ -49,7 +49,7 @@ def test_what_is_submitted(gpu, tmp_path, monkeypatch, compute):
     want = getattr(fast.engine, compute)(fast.sequence, ids)
     run = load_one(gpu, path, chunk=40)
     engine, clock, rows = run.engine, [0.0], []
-    engine.step_size = StepSize(40, trial=True)
+    engine.step_size = StepSize(40, timed=True)
     submit = engine.recorder.submit
 
     def slow_submit(steps, *rest):
@@ -62,7 +62,6 @@ def test_what_is_submitted(gpu, tmp_path, monkeypatch, compute):
     monkeypatch.setattr(engine.recorder, "submit", slow_submit)
     monkeypatch.setattr(Engine, "wait", wait)
     monkeypatch.setattr("llamagpu.engine.engine.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr(type(gpu), "software", False)
     got = getattr(engine, compute)(run.sequence, ids)
     assert rows[:2] == [TRIAL_ROWS, TRIAL_ROWS] and max(rows[2:]) == 4
     assert len(run.ids) == 45

@@ -57,7 +57,7 @@ class Engine:
         self.gpu, self.config, self.weights, self.settings = gpu, config, weights, settings
         self.freq_factors, self.freed = freq_factors, False
         self.recorder = Recorder(gpu)
-        self.step_size = StepSize(settings.chunk, trial=not gpu.software)
+        self.step_size = StepSize(settings.chunk, timed=gpu.info["adapter_type"] != "CPU")
         self.tokens_per_submit = 1  # tokens that took SUBMIT_S in the last generation
         self.unchecked: set[Sequence] = set()  # sequences with positions that no check has covered
         self.cache = self._build_cache()
@@ -124,7 +124,7 @@ class Engine:
             compiled, began = self.gpu.compile_seconds, time.perf_counter()
             yield start, piece
             start += len(piece)
-            if start < len(ids) and not self.gpu.software:
+            if start < len(ids) and size.timed:
                 self.wait()
                 compiling = self.gpu.compile_seconds - compiled
                 size.after_step(len(piece), time.perf_counter() - began - compiling)

@@ -9,10 +9,14 @@ TRIAL_ROWS = 32  # of a step that tells how fast the GPU is, before the first on
 
 
 class StepSize:
-    """`rows` is at most `chunk` and never less than one; a size that was cut is a power of two."""
+    """`rows` is at most `chunk` and never less than one; a size that was cut is a power of two.
 
-    def __init__(self, chunk: int, trial: bool) -> None:
-        self.chunk, self.rows, self.needs_trial = chunk, chunk, trial and chunk > TRIAL_ROWS
+    Not `timed`, a CPU adapter, it is the chunk: nothing watches a CPU, and steps of other sizes round differently.
+    """
+
+    def __init__(self, chunk: int, timed: bool) -> None:
+        self.chunk, self.rows, self.timed = chunk, chunk, timed
+        self.needs_trial = timed and chunk > TRIAL_ROWS
 
     def after_trial(self, seconds: float) -> None:
         """A short step takes longer by row than a long one: only one that is clearly too slow counts."""

@@ -80,7 +80,7 @@ def grid_barrier_allowed(info: Mapping[str, Any], coherent: bool) -> bool:
 
     WebGPU promises neither that they run at the same time nor that they see each other's stores. NVIDIA's Vulkan driver
     does both, as measured. Other GPUs with coherent buffers may: a model compares before it relies on it
-    (engine/fused_check.py). LLAMAGPU_FUSED=0 disables it, 1 enables it on any adapter, uncompared.
+    (engine/fused_check.py). LLAMAGPU_FUSED=0 disables it, 1 lets it be tried on any adapter.
     """
     wanted = os.environ.get("LLAMAGPU_FUSED", "")
     if wanted not in ("", "0", "1"):

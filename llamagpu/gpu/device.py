@@ -137,7 +137,7 @@ class Gpu:
             shader_f16="shader-f16" in self.features,
             coherent=coherent,
             measured_barrier=barrier_is_measured(self.info),
-            compares_fused=not barrier_is_measured(self.info) and os.environ.get("LLAMAGPU_FUSED") != "1",
+            compares_fused=not barrier_is_measured(self.info),
             grid_barrier=grid_barrier_allowed(self.info, coherent),
         )
 
