@@ -64,7 +64,14 @@ class ComposingGpu(DryGpu):
 
     def __init__(self, caps: Caps) -> None:
         self.caps = caps
-        self.info = {"device": "composed", "backend_type": "none", "description": "", "vendor_id": 0, "device_id": 0}
+        self.info = {
+            "device": "composed",
+            "adapter_type": "DiscreteGPU",
+            "backend_type": "none",
+            "description": "",
+            "vendor_id": 0,
+            "device_id": 0,
+        }
         self.limits = {**MINIMUM_LIMITS, "max-buffer-size": caps.binding_bytes}
         self.allocated_bytes = self.peak_bytes = self.staged_bytes = 0
         self.closed, self.unchecked, self.features = False, True, {"subgroup"} if caps.subgroup else set()

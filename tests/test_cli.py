@@ -555,7 +555,7 @@ def test_what_does_not_fit(run, gpu, model):
     small = run(*args, "-c", 10, "-n", 7)
     assert small.code == 5 and "a larger context (-c " in small.err
     with Llama(model, device=gpu, context=4096) as llama:
-        limit = {"LLAMAGPU_MAX_MEMORY": str((llama.memory.total - 1) >> 20)}  # less than a MiB too small
+        limit = {"LLAMAGPU_MAX_MEMORY": str((llama.memory.peak - 1) >> 20)}  # less than a MiB too small
     result = run(*args, "-c", 4096, "-n", 1, "-v", **limit)
     assert result.code == 5 and "the model needs" in result.err
     assert "total" in result.err.split("error:")[0]  # the plan is shown first
