@@ -4,7 +4,6 @@ import pytest
 from gguf_builder import tiny_llama
 from one_sequence import load_one, token_ids
 
-from llamagpu.engine.engine import Engine
 from llamagpu.engine.step_size import STEP_S, TRIAL_ROWS, StepSize
 
 
@@ -56,11 +55,11 @@ def test_what_is_submitted(gpu, tmp_path, monkeypatch, compute):
         rows.append(max(step.rows for step in steps))
         return submit(steps, *rest)
 
-    def wait(self):
+    def wait():
         clock[0] += rows[-1] * STEP_S / 4
 
     monkeypatch.setattr(engine.recorder, "submit", slow_submit)
-    monkeypatch.setattr(Engine, "wait", wait)
+    monkeypatch.setattr(gpu, "wait_idle", wait)
     monkeypatch.setattr("llamagpu.engine.engine.time.perf_counter", lambda: clock[0])
     got = getattr(engine, compute)(run.sequence, ids)
     assert rows[:2] == [TRIAL_ROWS, TRIAL_ROWS] and max(rows[2:]) == 4

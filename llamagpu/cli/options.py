@@ -152,7 +152,7 @@ UbatchOption = Annotated[
     option(
         *("-ub", "--ubatch-size"),
         min=1,
-        help="Prompt tokens per step (default: 1024 with precision fast on GPUs, else 512).",
+        help="Prompt tokens per step (default: 1024 with precision fast on GPUs, 32 with high on CPUs, else 512).",
     ),
 ]
 CacheOption = Annotated[

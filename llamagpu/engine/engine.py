@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llamagpu.engine import device_sampler, fused_check
+from llamagpu.engine import device_sampler, fused_check, routes
 from llamagpu.engine.decode import decode
 from llamagpu.engine.fused_decode import can_fuse, timed_out, weights_fit
 from llamagpu.engine.kv_cache import BufferKvCache, KvCache, TextureKvCache
@@ -24,7 +24,6 @@ from llamagpu.engine.texture_model import TextureModel
 from llamagpu.engine.weights import Weights
 from llamagpu.errors import DoesNotFit
 from llamagpu.files.config import ModelConfig
-from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 
@@ -33,12 +32,6 @@ MAX_DECODED_AGAIN = 64  # tokens that are recomputed one at a time
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
 log = logging.getLogger("llamagpu")
-
-
-def max_rows(config: ModelConfig, caps: Caps) -> int:
-    """Token rows that the inputs of a step and a binding of activations hold."""
-    widest = max(config.dim, config.q_width, config.ffn_dim)
-    return max(1, min(MAX_ROWS, caps.binding_bytes // (4 * widest)))
 
 
 class Engine:
@@ -53,7 +46,8 @@ class Engine:
         freq_factors: NDArray[np.floating] | None = None,
         probe: bool = True,
     ) -> None:
-        settings = replace(settings, chunk=min(settings.chunk, settings.context, max_rows(config, gpu.caps)))
+        fitting = routes.max_chunk(max(config.dim, config.q_width, config.ffn_dim), gpu.caps)
+        settings = replace(settings, chunk=min(settings.chunk, settings.context, MAX_ROWS, fitting))
         self.gpu, self.config, self.weights, self.settings = gpu, config, weights, settings
         self.freq_factors, self.freed = freq_factors, False
         self.recorder = Recorder(gpu)
@@ -108,7 +102,7 @@ class Engine:
         for start, piece in self.pieces(sequence, ids):
             self.run(self.model.plan(len(piece), len(sequence)), sequence, piece)
             if progress:
-                self.wait()  # so that the progress is accurate and Ctrl-C acts between steps
+                self.gpu.wait_idle()  # so that the progress is accurate and Ctrl-C acts between steps
                 progress(start + len(piece), len(ids))
 
     def pieces(self, sequence: Sequence, ids: Items[int], most: int | None = None) -> Iterator[tuple[int, Items[int]]]:
@@ -118,31 +112,30 @@ class Engine:
         """
         most, start, size = most or self.model.chunk, 0, self.step_size
         if size.needs_trial and min(most, len(ids)) > TRIAL_ROWS:
-            size.after_trial(self._trial_seconds(sequence, ids[:TRIAL_ROWS]))
+            size.after_trial(self._trial_seconds(sequence, ids[:most]))
         while start < len(ids):
             piece = ids[start : start + min(most, size.rows)]
             compiled, began = self.gpu.compile_seconds, time.perf_counter()
             yield start, piece
             start += len(piece)
             if start < len(ids) and size.timed:
-                self.wait()
+                self.gpu.wait_idle()
                 compiling = self.gpu.compile_seconds - compiled
                 size.after_step(len(piece), time.perf_counter() - began - compiling)
 
     def _trial_seconds(self, sequence: Sequence, ids: Items[int]) -> float:
-        """The time of a step whose results the next step overwrites; the first of two is the driver's."""
-        position = len(sequence)
-        plan = self.model.plan(self.model.chunk, position)
-        for _ in range(2):
-            self.model.write_step([Segment(sequence.slot, position, ids)])
-            self.recorder.submit([Step(plan, len(ids), position)])
-            began = time.perf_counter()
-            self.wait()
-        return time.perf_counter() - began
+        """The time of a short step of the plan that `ids` will run, which overwrites what it leaves.
 
-    def wait(self) -> None:
-        """Wait until the device has done everything that was submitted."""
-        self.gpu.wait_idle()
+        It runs twice: the first time is the driver's.
+        """
+        position = len(sequence)
+        plan = self.model.plan(len(ids), position)
+        for _ in range(2):
+            self.model.write_step([Segment(sequence.slot, position, ids[:TRIAL_ROWS])])
+            self.recorder.submit([Step(plan, TRIAL_ROWS, position)])
+            began = time.perf_counter()
+            self.gpu.wait_idle()
+        return time.perf_counter() - began
 
     def run(self, plan: Plan, sequence: Sequence, ids: Items[int]) -> None:
         """One step of a plan over at most a chunk of ids."""

@@ -275,9 +275,11 @@ class BufferModel(Model):
         """Without fused decode for a while; the plans are built anew."""
         fused, self.fused_decode = self.fused_decode, None
         self.clear_plans()
-        yield
-        self.fused_decode = fused
-        self.clear_plans()
+        try:
+            yield
+        finally:
+            self.fused_decode = fused
+            self.clear_plans()
 
     # Plans
 

@@ -37,7 +37,8 @@ def save(
     loaded: LoadedModel, sequence: Sequence, path: Path, tokens: int | None = None, progress: Progress | None = None
 ) -> None:
     """Write the first `tokens` of the sequence, or all. If two runs write the same file, the later one wins."""
-    loaded.engine.check()
+    if sequence in loaded.engine.unchecked:  # a generation that runs checks itself
+        loaded.engine.check()
     cache, ids = loaded.engine.cache, sequence.ids[:tokens]
     if not ids:
         raise LlamaGpuError("there is no prompt to save yet", "generate first")

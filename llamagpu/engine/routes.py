@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from llamagpu.files.storage import Layout, Storage
 from llamagpu.gpu.caps import Caps, Grid
+from llamagpu.gpu.shaders import constants
 
 Consts = Mapping[str, int]
 
@@ -577,10 +578,10 @@ def kv_tile(int8: bool) -> int:
 
 def tile_bytes(head_dim: int, int8: bool) -> int:
     """Workgroup memory of attend_tile: keys and values as f32; or keys as int8 with a scale, values as f16, the largest
-    keys that each of 128 invocations saw, and factors of the queries."""
+    keys that each invocation saw, and factors of the queries."""
     if not int8:
         return kv_tile(False) * head_dim * 8
-    return kv_tile(True) * (3 * head_dim + 4) + 2 * 128 * 16 + 4 * head_dim
+    return kv_tile(True) * (3 * head_dim + 4) + 32 * constants("attend_tile")["WORKGROUP"] + 4 * head_dim
 
 
 def int8_attention(head_dim: int, caps: Caps) -> bool:
@@ -747,6 +748,11 @@ def default_chunk(caps: Caps, int8: bool, textures: bool = False) -> int:
     if textures:
         return 32
     return 1024 if int8 and not caps.cpu else 512
+
+
+def max_chunk(width: int, caps: Caps) -> int:
+    """The most token rows whose f32 activations, `width` each, fit a binding."""
+    return max(1, caps.binding_bytes // (4 * width))
 
 
 def max_positions(head_dim: int, caps: Caps, textures: bool) -> int | None:

@@ -84,6 +84,6 @@ def grid_barrier_allowed(info: Mapping[str, Any], coherent: bool) -> bool:
     """
     wanted = os.environ.get("LLAMAGPU_FUSED", "")
     if wanted not in ("", "0", "1"):
-        raise BadArgument(f"LLAMAGPU_FUSED is {wanted!r}", "it takes 0 (unfused decode) or 1 (fused on any adapter)")
+        raise BadArgument(f"LLAMAGPU_FUSED is {wanted!r}", "it takes 0 (unfused decode) or 1 (tried on any adapter)")
     vulkan_gpu = info["adapter_type"] != "CPU" and info["backend_type"] == "Vulkan"
     return wanted == "1" or (wanted != "0" and (barrier_is_measured(info) or (vulkan_gpu and coherent)))
