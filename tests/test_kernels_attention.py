@@ -38,6 +38,7 @@ from llamagpu.verify.reference import (
     Array,
     Bound,
     Floats,
+    blocks_of_planes,
     dequantise_blocks,
     fits,
     random,
@@ -165,7 +166,7 @@ def attend_data(case: Heads, rows: int) -> tuple[Array, Array, Array]:
 
 
 def check_attended(got: Array, want: Floats, int8_out: bool, bounds: Bound) -> None:
-    result = got[:-4].view(INT8_BLOCK).reshape(len(want), -1) if int8_out else got[:-4].reshape(want.shape)
+    result = blocks_of_planes(got[:-4], len(want)) if int8_out else got[:-4].reshape(want.shape)
     if int8_out and bounds == F32:
         check_blocks(result, want)
     else:

@@ -34,7 +34,17 @@ from llamagpu.engine.synthetic import synthetic_config
 from llamagpu.files.storage import Storage
 from llamagpu.verify import reference as verify_reference
 from llamagpu.verify.kernels import mode_bound
-from llamagpu.verify.reference import F32, INT8_BLOCK, Weight, fits, linear_inputs, matrix_of, random, swiglu
+from llamagpu.verify.reference import (
+    F32,
+    INT8_BLOCK,
+    Weight,
+    fits,
+    linear_inputs,
+    matrix_of,
+    random,
+    read_blocks,
+    swiglu,
+)
 
 Q4, Q6, Q8, F16 = Storage.Q4, Storage.Q6, Storage.Q8, Storage.F16
 WEIGHTS = (
@@ -320,7 +330,7 @@ def test_swiglu_to_int8_blocks(any_gpu, route, case):
         step.write_rows(m)
         fill(gpu, y, count, 12)
         run(gpu, make.linear(given.x, matrix, most, ops.swiglu_int8(y, matrix), given.inputs, table=table), m)
-        got = gpu.read(y, INT8_BLOCK, count).reshape(-1, 3)
+        got = read_blocks(gpu, y, most + 1, 3)
         check_blocks(got[:m], want[:m])
         assert (got[m:].view(np.float32) == GUARD).all()
 
@@ -344,6 +354,6 @@ def test_tiles_stay_in_workgroup_memory(gpu, monkeypatch, route):
     make = Ops(gpu, verify_reference.step_buffer(gpu, m))
     run(gpu, make.linear(given.x, matrix, m, output, Inputs.INT8, table=table), m)
     if to_blocks:
-        check_blocks(gpu.read(y, INT8_BLOCK, m * 2).reshape(m, 2), swiglu(want))
+        check_blocks(read_blocks(gpu, y, m, 2), swiglu(want))
     else:
         assert_close(gpu.read(y, np.float32, want.size).reshape(want.shape), want, *F32)

@@ -21,6 +21,7 @@ const POSITIONS_IN_FLIGHT: u32 = 4u;  // positions of a lane whose keys and valu
 const SUBGROUPS_PER_HEAD: u32 = 2u;  // subgroups per query head, a power of two
 const INT8: bool = false;
 const PARTIAL: bool = false;  // write partial sums for a single split, too
+const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // int8 blocks of a token
 const HEADS_PER_KV: u32 = HEADS / KV_HEADS;
 const WORKGROUP: u32 = HEADS_PER_KV * SUBGROUPS_PER_HEAD * SUBGROUP;  // or more: the other invocations idle
 const HEAD_VEC8: u32 = HEAD_DIM / 8u / LANES_PER_POSITION;  // runs of 8 dimensions of a lane: run lane + LANES_PER_POSITION * i
@@ -148,8 +149,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     let out4 = head * (HEAD_DIM / 4u) + vec4_of(2u * i, lane);
     if (INT8) {  // 4 lanes hold 32 dimensions
       let block = quantise_block(acc[2u * i] / total, acc[2u * i + 1u] / total, index);
-      let at = 12u * (out4 / 8u) + index % 4u;
-      if (stores) { y[at] = block.even; y[at + 4u] = block.odd; y[at + 8u] = block.scale; }
+      let at = block_word(workgroup.z, out4 / 8u % BLOCKS, BLOCKS) + index % 4u;
+      if (stores) { y[at] = block.even; y[at + 4u * BLOCKS] = block.odd; y[at + 8u * BLOCKS] = block.scale; }
     } else if (stores) {
       store4(out4, acc[2u * i] / total);
       store4(out4 + 1u, acc[2u * i + 1u] / total);

@@ -17,6 +17,7 @@ const WINDOW: u32 = 0u;  // a token sees the last WINDOW positions, its own incl
 const SCALE: f32 = 1.0;
 const INT8: bool = false;
 const ONE_SEGMENT: bool = false;  // all rows belong to one segment: then nothing is looked up by row (4 % on an H200 with SmolLM2)
+const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // int8 blocks of a token
 const WORKGROUP: u32 = 128u;
 const OWNERS: u32 = 4u;
 const KV_TILE: u32 = 16u;
@@ -57,8 +58,8 @@ fn store_row(row: QueryRow, out: ptr<function, array<vec4<f32>, OWN_VEC4>>, tota
     let out4 = row.first4 + vec4_of(i, own) / 2u * 2u;
     if (INT8) {  // 4 neighbouring invocations hold 32 dimensions
       let block = quantise_block(a, b, index);
-      let at = 12u * (out4 / 8u) + index % 4u;
-      if (row.live) { y[at] = block.even; y[at + 4u] = block.odd; y[at + 8u] = block.scale; }
+      let at = block_word(out4 / 8u / BLOCKS, out4 / 8u % BLOCKS, BLOCKS) + index % 4u;
+      if (row.live) { y[at] = block.even; y[at + 4u * BLOCKS] = block.odd; y[at + 8u * BLOCKS] = block.scale; }
     } else if (row.live) {
       let u = bitcast<vec4<u32>>(a);
       let v = bitcast<vec4<u32>>(b);

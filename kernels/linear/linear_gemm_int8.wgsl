@@ -37,7 +37,7 @@ struct TileLoads {  // an invocation's loads of one iteration: all are issued be
   x_scale: array<vec2<f32>, X_SCALE_ITERATIONS>,
   w_scale: array<vec2<f32>, W_SCALE_ITERATIONS>,
 }
-@group(0) @binding(5) var<storage, read> x: array<vec4<u32>>;  // [m, K/32] int8 blocks of 3 vec4: even, odd, (d, d * sums)
+@group(0) @binding(5) var<storage, read> x: array<vec4<u32>>;  // int8 blocks, planes [m][even, odd, (d, d * sums)][K/32]
 @group(0) @binding(8) var<uniform> step: Step;
 // [2 blocks per team][8 words][4 tokens]; words 0-3 hold the first 16 k of a block, 2 words even and 2 odd, words 4-7 the
 // last 16 k. At the end it holds the partial sums of half of the teams.
@@ -68,7 +68,7 @@ fn load_tile(b0: u32, row0: u32, token0: u32, index: u32) -> TileLoads {  // pas
     if (n < X_LOADS) {
       let t = vec4<u32>(token0 + 4u * (n % X_VEC4)) + vec4<u32>(0u, 1u, 2u, 3u);
       let b = min(b0 + n / X_VEC4 / 2u, K / 32u - 1u);
-      let r = (min(t, vec4<u32>(step.rows - 1u)) * (K / 32u) + b) * 3u + n / X_VEC4 % 2u;
+      let r = (3u * min(t, vec4<u32>(step.rows - 1u)) + n / X_VEC4 % 2u) * (K / 32u) + b;
       loads.x[i] = FourVectors(x[r.x], x[r.y], x[r.z], x[r.w]);
     }
   }
@@ -83,7 +83,7 @@ fn load_tile(b0: u32, row0: u32, token0: u32, index: u32) -> TileLoads {  // pas
   for (var i = 0u; i < X_SCALE_ITERATIONS; i++) {
     let n = index + i * WORKGROUP;
     let k = b0 * 32u + n / TILE_M * SPAN;
-    let d = bitcast<vec4<f32>>(x[(min(token0 + n % TILE_M, step.rows - 1u) * (K / 32u) + min(k, K - 1u) / 32u) * 3u + 2u]);
+    let d = bitcast<vec4<f32>>(x[(3u * min(token0 + n % TILE_M, step.rows - 1u) + 2u) * (K / 32u) + min(k, K - 1u) / 32u]);
     let found = vec2<f32>(d.x, select(d.w, select(d.y, d.z, k % 32u == 16u), SPAN == 16u));
     loads.x_scale[i] = select(vec2<f32>(), found, k < K);
   }

@@ -4,6 +4,7 @@
 struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
 struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const WIDTH: u32 = 32u;  // values per token
+const BLOCKS: u32 = WIDTH / 32u;
 const WORKGROUP: u32 = 64u;
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;
@@ -14,6 +15,6 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let run = (workgroup.x + workgroup.y * workgroups.x) * WORKGROUP + index;
   let i = min(run, step.rows * (WIDTH / 8u) - 1u);
   let block = quantise_block(x[2u * i], x[2u * i + 1u], index);
-  let at = 12u * (i / 4u) + index % 4u;
-  if (run == i) { y[at] = block.even; y[at + 4u] = block.odd; y[at + 8u] = block.scale; }
+  let at = block_word(i / (WIDTH / 8u), i % (WIDTH / 8u) / 4u, BLOCKS) + index % 4u;
+  if (run == i) { y[at] = block.even; y[at + 4u * BLOCKS] = block.odd; y[at + 8u * BLOCKS] = block.scale; }
 }

@@ -6,6 +6,7 @@ struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: arra
 const WIDTH: u32 = 32u;
 const EPS: f32 = 1e-5;
 const LAST_ROWS: bool = false;
+const BLOCKS: u32 = WIDTH / 32u;
 const WORKGROUP: u32 = 256u;
 const ITERATIONS: u32 = (WIDTH / 8u + WORKGROUP - 1u) / WORKGROUP;  // an invocation takes eight values in each
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;
@@ -15,7 +16,6 @@ const ITERATIONS: u32 = (WIDTH / 8u + WORKGROUP - 1u) / WORKGROUP;  // an invoca
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) index: u32) {
   let source = select(workgroup.x, step.segment[workgroup.x].x + step.segment[workgroup.x].y - 1u, LAST_ROWS) * (WIDTH / 4u);
-  let into = workgroup.x * (WIDTH / 32u);
   var v: array<mat2x4<f32>, ITERATIONS>;
   var weight: array<mat2x4<f32>, ITERATIONS>;  // loaded with x, not after the sum: one wait for memory instead of two
   var squares = 0.0;
@@ -29,7 +29,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   for (var r = 0u; r < ITERATIONS; r++) {
     let i = index + r * WORKGROUP;
     let block = quantise_block(v[r][0] * scale * weight[r][0], v[r][1] * scale * weight[r][1], index);
-    let at = 12u * (into + i / 4u) + index % 4u;
-    if (i < WIDTH / 8u) { y[at] = block.even; y[at + 4u] = block.odd; y[at + 8u] = block.scale; }
+    let at = block_word(workgroup.x, i / 4u, BLOCKS) + index % 4u;
+    if (i < WIDTH / 8u) { y[at] = block.even; y[at + 4u * BLOCKS] = block.odd; y[at + 8u * BLOCKS] = block.scale; }
   }
 }

@@ -7,6 +7,7 @@ struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: arra
 const N: u32 = 64u;      // rows of this shard
 const ROW0: u32 = 0u;    // the shard's first row in the matrix
 const WIDTH: u32 = 64u;  // rows of the matrix
+const HIDDEN_BLOCKS: u32 = WIDTH / 64u;  // int8 blocks of a token
 const TOKENS: u32 = 1u;
 const BIAS: bool = false;
 const WORKGROUP: u32 = 64u;
@@ -27,9 +28,9 @@ fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {
     let i = min(i0 + index, 4u * TOKENS - 1u);
     let block = quantise_block(hidden4(8u * i), hidden4(8u * i + 4u), index);
     let token = token0 + i / 4u;
-    let at = 12u * (token * (WIDTH / 64u) + ROW0 / 64u + workgroup) + index % 4u;
+    let at = block_word(token, ROW0 / 64u + workgroup, HIDDEN_BLOCKS) + index % 4u;
     if (i0 + index == i && workgroup < N / 64u && (TOKENS == 1u || token < step.rows)) {
-      y[at] = block.even; y[at + 4u] = block.odd; y[at + 8u] = block.scale;
+      y[at] = block.even; y[at + 4u * HIDDEN_BLOCKS] = block.odd; y[at + 8u * HIDDEN_BLOCKS] = block.scale;
     }
   }
 }

@@ -56,7 +56,7 @@ class LinearTimes:
         self.bytes = sum(nbytes(resource) for resource in shard.bindings.values())
         self.shards = [shard, *(self.clone(shard) for _ in range(clone_count(gpu, self.bytes)))]
         self.x = random("x").standard_normal((most, weight.k)).astype(np.float32)
-        blocks = reference.quantise_blocks(self.x)
+        blocks = reference.block_planes(reference.quantise_blocks(self.x))
         self.inputs = {Inputs.F32: gpu.upload(self.x, "x"), Inputs.INT8: gpu.upload(blocks, "x")}
         self.y = gpu.zeros(most * weight.n * 4, "y")
 

@@ -388,7 +388,7 @@ class Ops:
         self, shape: Attention, partial_sums: AnyBuffer, stats: AnyBuffer, y: AnyBuffer, int8_out: bool
     ) -> Dispatch:
         """The partial results of shape.splits splits, merged."""
-        consts: Consts = {"HEAD_DIM": shape.head_dim, "SPLITS": shape.splits, "INT8": int8_out}
+        consts: Consts = {"HEADS": shape.heads, "HEAD_DIM": shape.head_dim, "SPLITS": shape.splits, "INT8": int8_out}
         blocks = shape.heads * shape.head_dim // 32
         part = "int8_block_subgroup" if self.gpu.caps.subgroup >= 4 else "int8_block_tree"
         grid: Grid | GridFunction = (blocks, 1, 1)

@@ -29,6 +29,7 @@ from llamagpu.verify.reference import (
     matrix_of,
     only,
     random,
+    read_blocks,
     round_int8,
     rows_of,
     run,
@@ -188,7 +189,7 @@ def swiglu_int8(gpu: Gpu, route: Route[Linear], inputs: Inputs, m: int) -> Answe
     y = gpu.zeros(count * INT8_BLOCK.itemsize, "y")
     output = Output(Epilogue.SWIGLU_INT8, {"y": y}, {"WIDTH": weight.n})
     want = reference.swiglu(run_linear(gpu, route, weight, (inputs, Prologue.NONE), output, m))
-    return dequantise_blocks(gpu.read(y, INT8_BLOCK, count).reshape(m, -1)), round_int8(want)
+    return dequantise_blocks(read_blocks(gpu, y, m, weight.n // 64)), round_int8(want)
 
 
 # Norms
@@ -216,7 +217,7 @@ def norm(gpu: Gpu, route: Route[RowWise], width: int, m: int) -> Answer:
     run(gpu, [make.rms_norm(*on_device, y, width, 1e-5, m, table=only(route))], m)
     want = reference.rms_norm(x, weight, 1e-5)
     if route in routes.NORM_INT8:
-        blocks = gpu.read(y, INT8_BLOCK, m * width // 32).reshape(m, -1)
+        blocks = read_blocks(gpu, y, m, width // 32)
         return dequantise_blocks(blocks), round_int8(want)
     return gpu.read(y, np.float32, x.size).reshape(x.shape), want
 
@@ -281,6 +282,6 @@ def attend(gpu: Gpu, route: Route[Attention], shape: Attention, position: int, m
     end = position + m
     want = reference.attention(q, k[:, :end], v[:, :end], position)
     if mode.int8_out:
-        blocks = gpu.read(y, INT8_BLOCK, q.size // 32).reshape(m, -1)
+        blocks = read_blocks(gpu, y, m, q.size // m // 32)
         return dequantise_blocks(blocks), round_int8(want.reshape(m, -1))
     return gpu.read(y, np.float32, q.size).reshape(q.shape), want

@@ -30,6 +30,7 @@ from llamagpu.verify.reference import (
     matrix_of,
     only,
     random,
+    read_blocks,
     round_int8,
     rows_of,
     run,
@@ -73,7 +74,7 @@ def quantise(gpu: Gpu) -> Answer:
     x, _ = norm_data(576, 5)
     y = gpu.zeros(5 * 18 * INT8_BLOCK.itemsize, "y")
     run(gpu, [Ops(gpu, step_buffer(gpu, 5)).quantise(gpu.upload(x, "x"), y, 576, 5)], 5)
-    return dequantise_blocks(gpu.read(y, INT8_BLOCK, 5 * 18).reshape(5, -1)), round_int8(x)
+    return dequantise_blocks(read_blocks(gpu, y, 5, 18)), round_int8(x)
 
 
 def silu_mul(gpu: Gpu) -> Answer:

@@ -151,6 +151,23 @@ def quantise_blocks(x: Array) -> Array:
     return blocks
 
 
+def block_planes(blocks: Array) -> Array:
+    """[m, k/32] blocks as they lie on the device: planes [m, 3, k/32] of 16 bytes (kernels/parts/int8_block_*.wgsl)."""
+    planes = np.ascontiguousarray(blocks).view(np.uint32).reshape(*blocks.shape, 3, 4)
+    return np.ascontiguousarray(planes.swapaxes(1, 2))
+
+
+def blocks_of_planes(words: Array, m: int) -> Array:
+    """The inverse of `block_planes`, of any 4-byte words."""
+    planes = np.ascontiguousarray(words).view(np.uint32).reshape(m, 3, -1, 4)
+    return planes.swapaxes(1, 2).reshape(m, -1).view(INT8_BLOCK)
+
+
+def read_blocks(gpu: Gpu, y: Buffer, m: int, count: int) -> Array:
+    """[m, count] blocks that a kernel stored."""
+    return blocks_of_planes(gpu.read(y, np.uint32, m * count * 12), m)
+
+
 def block_integers(blocks: Array) -> Floats:
     """[m, k/32, 32] in the order of the activations."""
     pairs = np.stack([blocks["even"], blocks["odd"]], axis=-1)
@@ -196,7 +213,7 @@ def linear_inputs(
         return LinearInputs(gpu.upload(x, "x"), _as_seen(rms_norm(x, weight, EPS), inputs), inputs, spec)
     if inputs is Inputs.INT8:
         blocks = quantise_blocks(x)
-        return LinearInputs(gpu.upload(blocks, "x"), dequantise_blocks(blocks), inputs)
+        return LinearInputs(gpu.upload(block_planes(blocks), "x"), dequantise_blocks(blocks), inputs)
     stored = x
     if inputs is Inputs.INTERLEAVED:
         stored = np.ascontiguousarray(x.reshape(k // 32, 8, 4).swapaxes(0, 1))
