@@ -8,7 +8,7 @@ from kernel_cases import GUARD, Steps, check_blocks, covers, fill, on_gpus, only
 from reference import assert_close
 
 from llamagpu.engine import baselines, routes
-from llamagpu.engine.ops import Ops
+from llamagpu.engine.ops import Ops, Splits
 from llamagpu.engine.routes import RowWise
 from llamagpu.verify.reference import F32, INT8_BLOCK, fits, random, read_blocks, rms_norm, silu
 
@@ -75,6 +75,24 @@ def test_rms_norm(any_gpu, route, case):
             else:
                 assert_close(got[i], row, *F32, f"row {i} of {segments}, last_rows={last_rows}")
         assert (got[len(rows) :].view(np.float32) == GUARD).all()
+
+
+@pytest.mark.parametrize("width", [576, 4096])
+def test_rms_norm_adds_splits(any_gpu, width):
+    """The splits of the linear before are added to the residual stream, which is written back, once."""
+    gpu, rng, rows = any_gpu, random("splits"), 3
+    x = rng.standard_normal((rows + 1, width)).astype(np.float32)
+    sums = rng.standard_normal((4, ROWS, width)).astype(np.float32)
+    weight = rng.standard_normal(width).astype(np.float32)
+    xs, ws, y, step = gpu.upload(x, "x"), gpu.upload(weight, "w"), gpu.zeros(ROWS * width // 32 * 48, "y"), Steps(gpu)
+    make, splits = Ops(gpu, step.buffer), Splits(gpu.upload(sums, "sums"), 4, ROWS)
+    step.write_rows(rows)
+    run(gpu, [make.rms_norm(xs, ws, y, width, 1e-5, ROWS, table=routes.NORM_INT8, splits=splits)], rows)
+    total = x + sums[:, : rows + 1].sum(0, dtype=np.float64)
+    got = gpu.read(xs, np.float32, x.size).reshape(x.shape)
+    assert_close(got[:rows], total[:rows], *F32)
+    assert (got[rows] == x[rows]).all()
+    check_blocks(read_blocks(gpu, y, ROWS, width // 32)[:rows], rms_norm(total[:rows], weight, 1e-5))
 
 
 @covers("rms_norm_plain", "mul")

@@ -89,15 +89,21 @@ def test_many_rows_take_tiles_where_enough_of_them_run(m, n, kernel):
     assert linear_kernel(Linear(m, n, 2048, 32, Q4), GPU) == kernel
 
 
-@pytest.mark.parametrize("n", [16384, 2048, 960, 64])
-def test_small_matrices_get_small_int8_tiles(n):
-    """512 rows fill a large GPU with tiles of 64 x 64 or smaller ones; 32 rows take smaller ones still."""
-    for m in (512, 32):
-        shape = Linear(m, n, 2048, 32, Q4, Inputs.INT8)
+@pytest.mark.parametrize("n, k", [(16384, 2048), (2048, 8192), (6144, 4096), (960, 576), (64, 64)])
+def test_int8_tiles_fill_a_large_gpu(n, k):
+    """Few tiles are shared by workgroups that split k, as long as each gets 256 of it."""
+    for m in (17, 32, 64, 128, 512):
+        shape = Linear(m, n, k, 32, Q4, Inputs.INT8)
         route = select(routes.LINEAR, shape, GPU)
-        x, y, _ = route.grid(shape, route.consts, GPU, m, 0)
-        smallest_tile = min(-(-m // 32) * -(-n // 16), 96)
-        assert route.kernel == "linear_gemm_int8" and x * y >= smallest_tile
+        x, y, splits = route.grid(shape, route.consts, GPU, m, 0)
+        assert route.kernel == "linear_gemm_int8" and splits == route.consts.get("GRID_SPLIT", 1)
+        assert x * y * splits >= 256 or splits == 8 or 256 * 2 * splits > k
+        assert splits == 1 or 256 * splits <= k
+
+
+def test_results_in_int8_blocks_are_not_split():
+    shape = Linear(64, 2048, 8192, 32, Q4, Inputs.INT8, epilogue=Epilogue.SWIGLU_INT8)
+    assert select(routes.LINEAR, shape, GPU).grid(shape, {"TILE_N": 64, "TILE_M": 64}, GPU, 64, 0) == (32, 1, 1)
 
 
 @EVERY_CAPS

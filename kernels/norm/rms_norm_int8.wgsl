@@ -1,6 +1,6 @@
 // y[m, WIDTH / 32] = x / rms(x) * weight, row by row, as int8 blocks (see int8_block_subgroup).
 // One workgroup per row. With LAST_ROWS row i of y is the last row of segment i. Needs WIDTH % 32 == 0. Parts:
-// int8_block_*, reduce_*.
+// int8_block_*, reduce_*, residual or residual_split.
 struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
 struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const WIDTH: u32 = 32u;
@@ -10,20 +10,20 @@ const BLOCKS: u32 = WIDTH / 32u;
 const WORKGROUP: u32 = 256u;
 const ITERATIONS: u32 = (WIDTH / 8u + WORKGROUP - 1u) / WORKGROUP;  // an invocation takes eight values in each
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;
-@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;
 @group(0) @binding(6) var<storage, read> w: array<vec4<f32>>;
 @group(0) @binding(8) var<uniform> step: Step;
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) index: u32) {
-  let source = select(workgroup.x, step.segment[workgroup.x].x + step.segment[workgroup.x].y - 1u, LAST_ROWS) * (WIDTH / 4u);
+  let row = select(workgroup.x, step.segment[workgroup.x].x + step.segment[workgroup.x].y - 1u, LAST_ROWS);
   var v: array<mat2x4<f32>, ITERATIONS>;
   var weight: array<mat2x4<f32>, ITERATIONS>;  // loaded with x, not after the sum: one wait for memory instead of two
   var squares = 0.0;
   for (var r = 0u; r < ITERATIONS; r++) {
     let i = 2u * min(index + r * WORKGROUP, WIDTH / 8u - 1u);
-    v[r] = mat2x4<f32>(x[source + i], x[source + i + 1u]);
+    let in_range = index + r * WORKGROUP < WIDTH / 8u;
+    v[r] = mat2x4<f32>(residual(row, i, in_range), residual(row, i + 1u, in_range));
     weight[r] = mat2x4<f32>(w[i], w[i + 1u]);
-    if (index + r * WORKGROUP < WIDTH / 8u) { squares += dot(v[r][0], v[r][0]) + dot(v[r][1], v[r][1]); }
+    if (in_range) { squares += dot(v[r][0], v[r][0]) + dot(v[r][1], v[r][1]); }
   }
   let scale = inverseSqrt(sum_workgroup(squares, index) / f32(WIDTH) + EPS);
   for (var r = 0u; r < ITERATIONS; r++) {

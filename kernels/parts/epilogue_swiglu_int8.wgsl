@@ -1,7 +1,8 @@
 // Role epilogue: y[token, WIDTH / 64] = silu(gate) * up as int8 blocks (see int8_block_subgroup). The rows of gate and
 // up are interleaved: v = (gate, up) (+ bias). The workgroup epilogue quantises one block of 32 values of each of
 // TOKENS tokens.
-// Needs a workgroup that covers 64 consecutive rows, and N % 64 == 0. Parts: int8_block_*.
+// Needs a workgroup that covers 64 consecutive rows, and N % 64 == 0. Parts: int8_block_*, hidden
+// (linear_gemm_int8 has it itself).
 struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
 struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const N: u32 = 64u;      // rows of this shard
@@ -14,19 +15,17 @@ const WORKGROUP: u32 = 64u;
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [m, WIDTH / 64] int8 blocks
 @group(0) @binding(4) var<storage, read> bias: array<f32>;
 @group(0) @binding(8) var<uniform> step: Step;
-var<workgroup> hidden: array<f32, TOKENS * 32u>;
 fn epilogue_prefetch(token: u32, row: u32) {}
 fn epilogue(token: u32, row: u32, v: vec2<f32>) {
   var gate_up = v;
   if (BIAS) { gate_up += vec2<f32>(bias[ROW0 + row], bias[ROW0 + row + 1u]); }
-  hidden[token % TOKENS * 32u + row / 2u % 32u] = gate_up.x / (1.0 + exp(-gate_up.x)) * gate_up.y;
+  store_hidden(token % TOKENS * 32u + row / 2u % 32u, gate_up.x / (1.0 + exp(-gate_up.x)) * gate_up.y);
 }
-fn hidden4(i: u32) -> vec4<f32> { return vec4<f32>(hidden[i], hidden[i + 1u], hidden[i + 2u], hidden[i + 3u]); }
 fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {
   workgroupBarrier();
   for (var i0 = 0u; i0 < 4u * TOKENS; i0 += WORKGROUP) {  // a quarter of a block each; the same iterations for all invocations
     let i = min(i0 + index, 4u * TOKENS - 1u);
-    let block = quantise_block(hidden4(8u * i), hidden4(8u * i + 4u), index);
+    let block = quantise_block(load_hidden(8u * i), load_hidden(8u * i + 4u), index);
     let token = token0 + i / 4u;
     let at = block_word(token, ROW0 / 64u + workgroup, HIDDEN_BLOCKS) + index % 4u;
     if (i0 + index == i && workgroup < N / 64u && (TOKENS == 1u || token < step.rows)) {
@@ -34,3 +33,6 @@ fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {
     }
   }
 }
+
+fn residual_at(token: u32, row: u32) -> vec2<f32> { return vec2<f32>(); }
+fn store_result(token: u32, row: u32, v: vec2<f32>) { epilogue(token, row, v); }

@@ -6,6 +6,7 @@
 const K: u32 = 64u;
 const ZERO: f32 = 32.0;
 const SIGNS: u32 = 0u;  // bytes are unsigned
+const OWN_SCALE: bool = false;  // the scales are stored beside the weights
 struct Raw { q: vec4<u32>, h: vec2<u32> }
 struct Planes { even: vec4<u32>, odd: vec4<u32> }
 @group(0) @binding(6) var<storage, read> w: array<vec4<u32>>;
@@ -21,3 +22,4 @@ fn planes(r: Raw) -> Planes {
   return Planes((r.q & vec4<u32>(0x0F0F0F0Fu)) | high_bits(r.h.x),
                 ((r.q >> vec4<u32>(4u)) & vec4<u32>(0x0F0F0F0Fu)) | high_bits(r.h.y));
 }
+fn raw_scale(r: Raw) -> f32 { return 1.0; }

@@ -3,6 +3,7 @@
 const K: u32 = 32u;
 const ZERO: f32 = 0.0;
 const SIGNS: u32 = 0x80808080u;  // sign bits: bytes are signed
+const OWN_SCALE: bool = false;  // the scales are stored beside the weights
 struct Raw { even: vec4<u32>, odd: vec4<u32> }
 struct Planes { even: vec4<u32>, odd: vec4<u32> }
 @group(0) @binding(6) var<storage, read> w: array<vec4<u32>>;
@@ -11,3 +12,4 @@ fn load_raw(row: u32, b: u32) -> Raw {
   return Raw(w[i], w[i + 1u]);
 }
 fn planes(r: Raw) -> Planes { return Planes(r.even, r.odd); }
+fn raw_scale(r: Raw) -> f32 { return 1.0; }

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +28,14 @@ from llamagpu.engine.ops import (
     Output,
     PrologueSpec,
     QkvBuffers,
+    Splits,
     attention_shape,
     tagged,
 )
 from llamagpu.engine.options import Precision, Settings
 from llamagpu.engine.routes import Epilogue, Inputs, Prologue
 from llamagpu.engine.step_inputs import Segment, StepInputs
-from llamagpu.engine.weights import Layer, Matrix, Weights
+from llamagpu.engine.weights import Layer, Matrix, Weights, in_order
 from llamagpu.files.config import ModelConfig
 from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange
 from llamagpu.gpu.caps import Caps
@@ -245,14 +247,26 @@ class BufferModel(Model):
         self.partial = gpu.zeros(splits * c.head_dim * 4, "partial")  # [heads, splits, head_dim]
         self.stats = gpu.zeros(splits * 8, "stats")  # [heads, splits] (top, total)
         separate = any(len(layer.gate_up) > 1 for layer in self.weights.layers)
+        if largest := max(self._split_bytes(), default=0):
+            self.ops.partial_sums(largest)
         self.up = gpu.zeros(rows * c.ffn_dim * 4, "up") if separate else None  # [m, ffn], for gate_and_up
         self.hidden: Buffer | None = None  # [m, dim] after the last norm, for embeddings: allocated at the first one
+
+    def _split_bytes(self) -> Iterator[int]:
+        """Bytes of the partial sums of every linear that is split over k."""
+        widths = {self.plan_width(rows) for rows in range(2, self.chunk + 1)}
+        matrices = {(shard.layout, shard.n): shard for m in in_order(self.weights) for shard in m.shards}
+        for width, shard in product(sorted(widths), matrices.values()):
+            shape = shard.shape(width, self.inputs(width), epilogue=Epilogue.ADD)
+            if routes.fits_any(routes.LINEAR, shape, self.gpu.caps):
+                splits = routes.select(routes.LINEAR, shape, self.gpu.caps).consts.get("GRID_SPLIT", 1)
+                yield 0 if splits == 1 else splits * width * shard.n * 4
 
     def scratch(self) -> list[Bindable]:
         own: list[Bindable | None] = [self.x, self.h, self.q, self.act, self.h_int8, self.act_int8]
         own += [self.partial, self.stats, self.up, self.hidden]
         fused = self.fused_decode.buffers() if self.fused_decode else []
-        return [*super().scratch(), *(buffer for buffer in own if buffer is not None), *fused]
+        return [*super().scratch(), *(buffer for buffer in own if buffer is not None), *fused, *self.ops.scratch]
 
     @property
     def fused(self) -> bool:
@@ -312,8 +326,10 @@ class BufferModel(Model):
             dispatches += tagged(self.ops.embed(self.weights.token_embd, self.x, m), "embedding", None)
         if m == 1 and self.fused_decode:
             return dispatches + self.fused_decode.dispatches()
+        splits: Splits | None = None
         for i, (layer, cache) in enumerate(zip(self.weights.layers, self.cache.layers, strict=True)):
-            dispatches += self.layer(i, layer, cache, key)
+            found, splits = self.layer(i, layer, cache, key, splits)
+            dispatches += found
         return dispatches
 
     def after_layers(self, m: int) -> AnyBuffer:
@@ -323,18 +339,29 @@ class BufferModel(Model):
             return BufferRange(self.x, c.layers * layer_stride(c.dim), 4 * c.dim)
         return self.x
 
-    def layer(self, i: int, layer: Layer, cache: LayerCache, key: PlanKey) -> list[Dispatch]:
+    def layer(
+        self, i: int, layer: Layer, cache: LayerCache, key: PlanKey, splits: Splits | None
+    ) -> tuple[list[Dispatch], Splits | None]:
+        """`splits` are what the layer before has left to be added to the residual stream; returned is what this one
+        leaves."""
         m = key.width
         buffers = QkvBuffers(self.q, cache.keys, cache.values, self.cache.rope)
         to_qkv = ops.qkv(self.config, layer.qkv, buffers, self.cache.kv_type, one_segment=1 == key.segments < m)
-        return [
-            *self.norm_linear(i, "attn_norm", layer.attn_norm, "qkv", layer.qkv, m, to_qkv),
-            *self.attend_linear(i, layer.attn_output, cache, key),
-            *self.feed_forward(i, layer, m),
-        ]
+        qkv = self.norm_linear(i, "attn_norm", layer.attn_norm, "qkv", layer.qkv, m, to_qkv, splits)
+        attended, splits = self.attend_linear(i, layer.attn_output, cache, key)
+        fed_forward, splits = self.feed_forward(i, layer, m, splits)
+        return [*qkv, *attended, *fed_forward], splits
 
     def norm_linear(
-        self, i: int, norm_op: str, norm: Bindable, op: str, matrix: Matrix, m: int, output: Output
+        self,
+        i: int,
+        norm_op: str,
+        norm: Bindable,
+        op: str,
+        matrix: Matrix,
+        m: int,
+        output: Output,
+        splits: Splits | None,
     ) -> list[Dispatch]:
         """The linear of the normalised residual stream: one dispatch where its kernel can normalise, else two."""
         inputs = self.inputs(m)
@@ -342,14 +369,23 @@ class BufferModel(Model):
             prologue = PrologueSpec(Prologue.NORM, {"norm": norm}, {"EPS": self.config.norm_eps})
             return tagged(self.ops.linear(self.x, matrix, m, output, inputs, prologue), op, i)
         linear = self.ops.linear(self.normed(m), matrix, m, output, inputs)
-        return [*tagged([self.norm(norm, m)], norm_op, i), *tagged(linear, op, i)]
+        return [*tagged([self.norm(norm, m, splits=splits)], norm_op, i), *tagged(linear, op, i)]
 
-    def norm(self, weight: Bindable, m: int, last_rows: bool = False, x: AnyBuffer | None = None) -> Dispatch:
+    def norm(
+        self,
+        weight: Bindable,
+        m: int,
+        last_rows: bool = False,
+        x: AnyBuffer | None = None,
+        splits: Splits | None = None,
+    ) -> Dispatch:
         table = routes.NORM_INT8 if self.inputs(m) is Inputs.INT8 else routes.NORM
         c = self.config
-        return self.ops.rms_norm(x or self.x, weight, self.normed(m), c.dim, c.norm_eps, m, last_rows, table)
+        return self.ops.rms_norm(x or self.x, weight, self.normed(m), c.dim, c.norm_eps, m, last_rows, table, splits)
 
-    def attend_linear(self, i: int, matrix: Matrix, cache: LayerCache, key: PlanKey) -> list[Dispatch]:
+    def attend_linear(
+        self, i: int, matrix: Matrix, cache: LayerCache, key: PlanKey
+    ) -> tuple[list[Dispatch], Splits | None]:
         """Attention and its output projection, which adds to the residual stream.
 
         The linear's kernel merges the splits of a long context where that is cheap, else a separate dispatch does.
@@ -368,27 +404,29 @@ class BufferModel(Model):
             consts: Consts = {"HEAD_DIM": c.head_dim, "SPLITS": splits}
             prologue = PrologueSpec(Prologue.MERGE, {"stats": self.stats}, consts, ("split_count_fixed",))
             linear = self.ops.linear(self.partial, matrix, m, output, inputs, prologue)
-            return [*attention, *tagged(linear, "attn_output", i)]
+            return [*attention, *tagged(linear, "attn_output", i)], None
         between = []
         if splits > 1:
             between = [self.ops.attend_merge(shape, self.partial, self.stats, h, int8)]
         elif int8 and not quantises:
             between = [self.ops.quantise(self.h, h, c.q_width, m)]
-        linear = self.ops.linear(h, matrix, m, output, inputs)
-        return [*attention, *tagged(between, "attention", i), *tagged(linear, "attn_output", i)]
+        linear, left = self.ops.add_linear(h, matrix, m, self.x, inputs)
+        return [*attention, *tagged(between, "attention", i), *tagged(linear, "attn_output", i)], left
 
-    def feed_forward(self, i: int, layer: Layer, m: int) -> list[Dispatch]:
+    def feed_forward(self, i: int, layer: Layer, m: int, splits: Splits | None) -> tuple[list[Dispatch], Splits | None]:
         inputs, down = self.inputs(m), layer.ffn_down
         int8 = inputs is Inputs.INT8
         act = self.act_int8 if int8 else self.act
         if len(layer.gate_up) == 1:
             gate_up = layer.gate_up[0]
             output = ops.swiglu_int8(act, gate_up) if int8 else ops.swiglu(act, gate_up)
-            hidden = self.norm_linear(i, "ffn_norm", layer.ffn_norm, "gate_up", gate_up, m, output)
+            hidden = self.norm_linear(i, "ffn_norm", layer.ffn_norm, "gate_up", gate_up, m, output, splits)
         else:
             hidden = self.gate_and_up(i, layer, m)
-        linear = self.ops.linear(act, down, m, ops.add(self.x, down), inputs)
-        return [*hidden, *tagged(linear, "ffn_down", i)]
+        if i == self.config.layers - 1:  # whatever reads the residual stream next finds it complete
+            return [*hidden, *tagged(self.ops.linear(act, down, m, ops.add(self.x, down), inputs), "ffn_down", i)], None
+        linear, left = self.ops.add_linear(act, down, m, self.x, inputs)
+        return [*hidden, *tagged(linear, "ffn_down", i)], left
 
     def gate_and_up(self, i: int, layer: Layer, m: int) -> list[Dispatch]:
         """For files whose gate and up have different types: two linears, then silu(gate) * up."""

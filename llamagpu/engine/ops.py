@@ -70,6 +70,19 @@ class AttentionMode:
     bucket: int = 1  # context bucket, see routes.CONTEXT_BUCKETS
 
 
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Results of a linear that is split over k, to be added to the residual stream."""
+
+    sums: Buffer  # [count, rows, n]
+    count: int
+    rows: int
+
+    @property
+    def consts(self) -> Consts:
+        return {"GRID_SPLIT": self.count, "SPLIT_ROWS": self.rows}
+
+
 # Outputs of linears
 
 
@@ -135,6 +148,8 @@ class Ops:
     def __init__(self, gpu: Gpu, step: Buffer) -> None:
         self.gpu, self.step = gpu, step
         self.grids: dict[object, GridFunction] = {}  # layers share them
+        self.scratch: list[Buffer] = []
+        self._partial_sums: Buffer | None = None
 
     # From routes to kernels
 
@@ -161,11 +176,15 @@ class Ops:
             elif role is Role.REDUCE:
                 names.append("reduce_subgroup" if self.subgroups_fit(route) else "reduce_tree")
             elif role is Role.EPILOGUE and epilogue:
-                names += [epilogue] + [int8_block] * (epilogue is Epilogue.SWIGLU_INT8)
+                names.append(epilogue)
+                if epilogue is Epilogue.SWIGLU_INT8:
+                    names += [int8_block] + ["hidden"] * (Role.PLANES not in route.parts)
             elif role is Role.INT8_BLOCK:
                 names.append(int8_block)
             elif role is Role.TEXTURE:
                 names.append(storage)
+            elif role is Role.RESIDUAL:
+                names.append("residual")
             elif role is Role.BROADCAST:
                 one_subgroup = caps.subgroup == routes.vector_lanes(caps)
                 names.append("broadcast_subgroup" if one_subgroup else "broadcast_plain")
@@ -257,12 +276,49 @@ class Ops:
             bindings = shard.bindings | dict(output.bindings) | {"x": x}
             # bias and norm are bound even where they are not read
             bindings |= {"bias": matrix.bias or self.step, "norm": x} | dict(prologue.bindings)
-            parts = self.parts(route, shard.layout.storage, inputs, prologue.prologue, output.epilogue)
-            grid = self.grid(route, shape, m)
+            grid, epilogue, total = self.grid(route, shape, m), output.epilogue, list[Dispatch]()
+            if splits := self.splits(route, shape):
+                total = [self.linear_sum(shape, splits, output, bindings, shard.row0)]
+                consts = shard.consts | self.tuning(route) | {"N": shard.n, "SPLIT_ROWS": m}
+                bindings, epilogue = bindings | {"y": splits.sums}, Epilogue.PARTIAL
+            parts = self.parts(route, shard.layout.storage, inputs, prologue.prologue, epilogue)
             dispatches.append(
                 self._dispatch(route, (*parts, *prologue.parts), consts | prologue.consts, bindings, grid, shape)
             )
+            dispatches += total
         return dispatches
+
+    def add_linear(
+        self, x: Bindable, matrix: Matrix, m: int, y: AnyBuffer, inputs: Inputs
+    ) -> tuple[list[Dispatch], Splits | None]:
+        """y += x @ W^T. Where the linear is split over k, the next rms_norm adds the splits up."""
+        dispatches = self.linear(x, matrix, m, add(y, matrix), inputs)
+        shape = matrix.shards[0].shape(m, inputs, epilogue=Epilogue.ADD)
+        splits = self.splits(routes.select(routes.LINEAR, shape, self.gpu.caps), shape)
+        if splits and len(matrix.shards) == 1 and matrix.bias is None and routes.sums_in_norm(shape):
+            return dispatches[:1], splits
+        return dispatches, None
+
+    def splits(self, route: Route[Linear], shape: Linear) -> Splits | None:
+        """Where a linear that is split over k leaves its results."""
+        count = route.consts.get("GRID_SPLIT", 1)
+        return Splits(self.partial_sums(count * shape.m * shape.n * 4), count, shape.m) if count > 1 else None
+
+    def linear_sum(
+        self, linear: Linear, splits: Splits, output: Output, bindings: Mapping[str, Bindable], row0: int
+    ) -> Dispatch:
+        """The sum of the splits of a linear, into `output`."""
+        route = routes.LINEAR_SUM
+        consts = splits.consts | output.consts | {"N": linear.n, "ROW0": row0}
+        parts, grid = self.parts(route, epilogue=output.epilogue), self.grid(route, linear, linear.m)
+        return self._dispatch(route, parts, consts, dict(bindings) | {"x": splits.sums}, grid, RowWise(linear.n))
+
+    def partial_sums(self, size: int) -> Buffer:
+        """The scratch buffer of splits over K, of at least `size` bytes."""
+        if self._partial_sums is None or self._partial_sums.size < size:
+            self._partial_sums = self.gpu.zeros(size, "partial sums")
+            self.scratch.append(self._partial_sums)
+        return self._partial_sums
 
     def output_head(self, x: AnyBuffer, matrix: Matrix, head: HeadBuffers, inputs: Inputs) -> list[Dispatch]:
         """Logits of a row for each segment, and the candidates of sampling.
@@ -319,16 +375,20 @@ class Ops:
         m: int,
         last_rows: bool = False,
         table: Table[RowWise] = routes.NORM,
+        splits: Splits | None = None,
     ) -> Dispatch:
         """y = x / rms(x) * weight, row by row.
 
-        With `last_rows` only the last rows of the m segments, into row 0, 1, ...
+        With `last_rows` only the last rows of the m segments, into row 0, 1, ... `splits` are added to x first.
         """
         shape = RowWise(width)
         route = routes.select(table, shape, self.gpu.caps)
         consts: Consts = {"WIDTH": width, "EPS": eps, "LAST_ROWS": last_rows} | self.tuning(route)
-        grid = self.grid(route, shape, m)
-        dispatch = self._dispatch(route, self.parts(route), consts, {"x": x, "w": weight, "y": y}, grid, shape)
+        grid, parts, bindings = self.grid(route, shape, m), self.parts(route), {"x": x, "w": weight, "y": y}
+        if splits:
+            parts = tuple("residual_split" if part == "residual" else part for part in parts)
+            consts, bindings = consts | splits.consts, bindings | {"partial_sums": splits.sums}
+        dispatch = self._dispatch(route, parts, consts, bindings, grid, shape)
         return fixed_grid(dispatch, m) if last_rows else dispatch
 
     def quantise(self, x: AnyBuffer, y: AnyBuffer, width: int, m: int) -> Dispatch:

@@ -41,6 +41,7 @@ class Epilogue(StrEnum):
     SWIGLU_INT8 = "epilogue_swiglu_int8"
     QKV = "epilogue_qkv"
     LOGITS = "epilogue_logits"
+    PARTIAL = "epilogue_partial"  # of a split over K
     TEXTURE_ADD = "epilogue_texture_add"
     TEXTURE_STORE = "epilogue_texture_store"
     TEXTURE_TO_BUFFER = "epilogue_texture_to_buffer"
@@ -63,6 +64,7 @@ class Role(StrEnum):
     REDUCE = "reduce"  # sums over lanes
     EPILOGUE = "epilogue"
     INT8_BLOCK = "int8_block"  # quantises 32 activations
+    RESIDUAL = "residual"  # the residual stream, with what is still to be added to it
     TEXTURE = "texture"  # weights in a texture
     BROADCAST = "broadcast"  # texels that all lanes need
     SCORE = "score"  # arithmetic of attend_tile
@@ -178,7 +180,11 @@ def row_blocks_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) 
 
 
 def tile_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
-    return -(-s.n // c["TILE_N"]), -(-rows // c["TILE_M"]), 1
+    return -(-s.n // c["TILE_N"]), -(-rows // c["TILE_M"]), c.get("GRID_SPLIT", 1)
+
+
+def pairs_by_token_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    return -(-s.n // (2 * c["WORKGROUP"])), rows, 1
 
 
 def texture_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
@@ -309,39 +315,42 @@ GEMV_BATCH_SHAPES: tuple[tuple[str, int, Callable[[Linear, Caps], bool], dict[st
     ("each result by itself", 16, lambda s, c: no_extras(s), {"WORKGROUP": 256, "LANES": 64, "ROW_PAIRS": 1}),
 )
 
-INT8_RESULT_TILE = {"TILE_N": 64, "WORKGROUP": 128}  # epilogue_swiglu_int8 takes 64 rows of a workgroup
-
 
 def tile_count(s: Linear, tile_m: int, tile_n: int) -> int:
     return -(-s.m // tile_m) * -(-s.n // tile_n)
 
 
-# Tiles of linear_gemm_int8: token rows, matrix rows. A smaller tile splits k further within a workgroup, which
-# is more work. A small matrix takes the largest tile that still gives the 132 cores of a large GPU enough workgroups.
-# Measured on an H200 with the matrices of Llama 1B and m = 16 to 512 (2026-11-15): the wrong tile costs up to
-# 3x.
-GEMM_TILES: tuple[tuple[str, Callable[[Linear], bool], dict[str, int]], ...] = (
-    (
-        "m <= 32, int8 results",
-        lambda s: s.m <= 32 and not no_extras(s),
-        INT8_RESULT_TILE | {"TILE_M": 32, "TOKENS": 32},
-    ),
-    ("int8 results", lambda s: not no_extras(s), INT8_RESULT_TILE | {"TILE_M": 64, "TOKENS": 64}),
-    ("256 tiles of 64 x 64", lambda s: tile_count(s, 64, 64) >= 256, {"TILE_M": 64, "TILE_N": 64}),
-    ("192 tiles of 64 x 32", lambda s: s.m > 32 and tile_count(s, 64, 32) >= 192, {"TILE_M": 64, "TILE_N": 32}),
-    (  # smaller tiles of groups of 16 take more than 32 KiB of workgroup memory
-        "96 tiles of 32 x 32, or groups of 16",
-        lambda s: tile_count(s, 32, 32) >= 96 or s.group == 16,
-        {"TILE_M": 32, "TILE_N": 32},
-    ),
-    ("fewer", lambda s: s.group != 16, {"TILE_M": 32, "TILE_N": 16}),
-)
+# Tiles of linear_gemm_int8: token rows x 64 matrix rows, and the workgroups that share one by splitting k. Where tiles
+# are few, the splits give the 132 cores of a large GPU three or more workgroups each. Measured on an H200 with the
+# matrices of Llama 1B and 8B and m = 16 to 512 (2026-11-16): the wrong choice costs up to 3x.
+TILE_ROWS = (16, 32, 64)
+GRID_SPLITS = (1, 2, 4, 8)
+
+
+def tile_rows(s: Linear) -> int:
+    """Token rows of a tile. Workgroups that split k read small pieces of many matrix rows at a time: of rows of 4096
+    bytes q4 that takes three times as long with tiles of 64 token rows, which take the smallest pieces, as with 32."""
+    if 32 < s.m <= 64 and s.k % 8192 == 0:
+        return 32
+    return next((rows for rows in TILE_ROWS if s.m <= rows), TILE_ROWS[-1])
+
+
+def grid_splits(s: Linear) -> int:
+    """Workgroups that share a tile, each at least 256 k of it."""
+    tiles = -(-s.m // tile_rows(s)) * -(-s.n // 64)
+    wanted = next((splits for splits in GRID_SPLITS if tiles * splits >= 384), GRID_SPLITS[-1])
+    return max(splits for splits in GRID_SPLITS if splits <= wanted and (splits == 1 or 256 * splits <= s.k))
+
+
+def int8_tile_fits(s: Linear, rows: int, splits: int) -> bool:
+    if tile_rows(s) != rows:
+        return False
+    return splits == (1 if s.n % 2 or not no_extras(s) else grid_splits(s))
 
 
 def int8_tiles(s: Linear, c: Caps) -> bool:
-    storage = s.storage is not Storage.F16 and block_aligned(s)
-    shape = s.k % 64 == 0 and s.epilogue is not Epilogue.LOGITS and no_prologue(s)
-    return s.inputs is Inputs.INT8 and storage and shape and c.shared_bytes >= 32768
+    shape = block_aligned(s) and s.k % 64 == 0 and s.epilogue is not Epilogue.LOGITS and no_prologue(s)
+    return s.inputs is Inputs.INT8 and shape and c.shared_bytes >= 32768
 
 
 WEIGHT_PARTS = (Role.WEIGHT, Role.EPILOGUE)
@@ -359,10 +368,16 @@ def _gemv_batch_route(
     return Route("linear_gemv_batch", batch_fits, needs, row_pair_grid, DOT_PARTS, {"TOKENS": width} | dict(consts))
 
 
-def _gemm_int8_route(case: str, fits: Callable[[Linear], bool], consts: Consts) -> Route[Linear]:
-    needs = f"int8 x, k % 64 = 0, group % 32 = 0 or 16, {case}"
-    parts = (Role.PLANES, Role.EPILOGUE)
-    return Route("linear_gemm_int8", lambda s, c: int8_tiles(s, c) and fits(s), needs, tile_grid, parts, consts)
+def _gemm_int8_route(rows: int, splits: int, to_blocks: bool) -> Route[Linear]:
+    needs = f"int8 x, k % 64 = 0, group % 32 = 0 or 16, tiles of {rows} x 64"
+    needs += ", int8 results" if to_blocks else f", k split {splits} times" if splits > 1 else ""
+    consts = {"TILE_M": rows, "TILE_N": 64, "WORKGROUP": 128}
+    consts |= {"TOKENS": rows} if to_blocks else {"GRID_SPLIT": splits} if splits > 1 else {}
+
+    def fits(s: Linear, c: Caps) -> bool:
+        return int8_tiles(s, c) and to_blocks != no_extras(s) and int8_tile_fits(s, rows, splits)
+
+    return Route("linear_gemm_int8", fits, needs, tile_grid, (Role.PLANES, Role.EPILOGUE), consts)
 
 
 LINEAR: Table[Linear] = (
@@ -400,7 +415,8 @@ LINEAR: Table[Linear] = (
         (*WEIGHT_PARTS, Role.REDUCE),
     ),
     *(_gemv_batch_route(width, *shape) for width in GEMV_WIDTHS for shape in GEMV_BATCH_SHAPES if width <= shape[1]),
-    *(_gemm_int8_route(*tile) for tile in GEMM_TILES),
+    *(_gemm_int8_route(rows, 1, to_blocks=True) for rows in TILE_ROWS),
+    *(_gemm_int8_route(rows, splits, to_blocks=False) for rows in TILE_ROWS for splits in GRID_SPLITS),
     # the only f32 tile is 64 x 64: where few of them would run, it is 2 to 5 times slower than no tiles (H200)
     Route(
         "linear_gemm_rows",
@@ -416,6 +432,16 @@ LINEAR: Table[Linear] = (
     ),
     Route("linear_any", lambda s, c: s.inputs is Inputs.F32 and no_extras(s), "-", pairs_by_row_grid, WEIGHT_PARTS),
 )
+
+LINEAR_SUM: Route[Linear] = Route(
+    "linear_sum", lambda s, c: True, "after splits over k", pairs_by_token_grid, (Role.EPILOGUE,)
+)
+
+
+def sums_in_norm(s: Linear) -> bool:
+    """Whether the norm after a linear that is split over k adds the splits up: its int8 variant can."""
+    return s.inputs is Inputs.INT8 and s.n % 32 == 0
+
 
 # The persistent kernel of fused decode (engine/fused_decode.py): all workgroups must run at the same time, so they are
 # few and large.
@@ -497,8 +523,9 @@ NORM: Table[RowWise] = (
     Route("rms_norm", lambda s, c: True, "-", row_grid, (Role.REDUCE,)),
 )
 
+INT8_NORM_PARTS = (Role.INT8_BLOCK, Role.REDUCE, Role.RESIDUAL)
 NORM_INT8: Table[RowWise] = (
-    Route("rms_norm_int8", lambda s, c: s.width % 32 == 0, "width % 32 = 0", row_grid, (Role.INT8_BLOCK, Role.REDUCE)),
+    Route("rms_norm_int8", lambda s, c: s.width % 32 == 0, "width % 32 = 0", row_grid, INT8_NORM_PARTS),
 )
 
 QUANTISE: Table[RowWise] = (
