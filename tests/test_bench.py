@@ -183,7 +183,7 @@ def test_table_is_aligned() -> None:
 class FakeEngine:
     """Takes the times of `runs`: seconds of the prefill, and of the decode, of each run in turn."""
 
-    gpu = SimpleNamespace(software=True)
+    gpu = SimpleNamespace(software=True, compile_seconds=0.0)
     config = SimpleNamespace(vocab=10)
 
     def __init__(self, runs: list[tuple[float, float]]) -> None:
@@ -223,7 +223,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, A
         monkeypatch.setattr(bench_module, "time", clock)
         monkeypatch.setattr(bench_module, "TimedRecorder", lambda gpu: recorder)
         monkeypatch.setattr(bench_module, "wait_idle", engine.wait_idle)
-        monkeypatch.setattr(bench_module, "warm_up", lambda gpu, warm: warm())
         starts = []
 
         class Starts(Monitor):
@@ -291,13 +290,43 @@ def test_measured_prompt_alone(measured: Callable[..., Any]) -> None:
     assert (row["avg_ts"], row["ttft_ns"]) == (16.0, 500_000_000) and row["itl_p95_ns"] is None
 
 
-def test_real_rows_are_complete(rows: Rows) -> None:
+def test_measured_after_the_times_have_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU whose runs take 0.4 s, from the tenth second on 0.1 s: in the middle of the repetitions."""
+    engine = FakeEngine([])
+    engine.gpu = SimpleNamespace(software=False, compile_seconds=0.0)
+    recorder = SimpleNamespace(take_spans=lambda: ([Span(1, 1, 0.0, 0.0)], None))
+
+    def prefill(sequence: Sequence, ids: list[int]) -> None:
+        engine.now += 0.4 if engine.now < 103.5 else 0.1
+
+    monkeypatch.setattr(engine, "prefill", prefill)
+    monkeypatch.setattr(engine, "greedy", lambda sequence, most: ())
+    clock = SimpleNamespace(perf_counter=lambda: engine.now, strftime=time.strftime, gmtime=time.gmtime)
+    monkeypatch.setattr(bench_module, "time", clock)
+    monkeypatch.setattr(bench_module, "TimedRecorder", lambda gpu: recorder)
+    monkeypatch.setattr(bench_module, "wait_idle", lambda gpu: None)
+    case = BenchCase(64, 4, None, 0, 8, 0)
+    row = bench_module.measure(engine, case, BenchOptions(repetitions=4), Monitor())  # type: ignore[arg-type]
+    assert row["samples_ns"] == pytest.approx([100_000_000] * 4) and row["settled"] is True
+    assert row["settle_ns"] > 3.5e9  # two blocks, repetitions that did not count, two blocks
+    said = report.settling(row | {"n_prompt": 8, "n_gen": 0, "n_depth": 0})
+    assert re.fullmatch(r"pp8: settled after \d\.\d s of warm-up", said)
+
+
+def test_what_is_said_about_settling() -> None:
+    row = {"n_prompt": 8, "n_gen": 0, "n_depth": 0, "settled": True, "settle_ns": 700_000_000}
+    assert report.settling(row) == "" and report.settling(row | {"settled": None, "settle_ns": 0}) == ""
+    assert "pp8: not settled: after 10.2 s" in report.settling(row | {"settled": False, "settle_ns": 10.2e9})
+
+
+def test_real_rows_are_complete(rows: Rows, gpu: Gpu) -> None:
     for row in rows:
         assert len(row["samples_ns"]) == 3 and min(row["samples_ns"]) > 0 and row["encode_ns"] > 0
         assert row["gpu_ns"] is None or row["gpu_ns"] > 0
         assert (row["ttft_ns"] is None) == (row["n_prompt"] == 0)
         assert (row["itl_p50_ns"] is None) == (row["n_gen"] == 0)
         assert row["load_ns"] > 0 and row["gpu_bytes_peak"] > row["model_size"]
+        assert (row["settled"] is None) == gpu.software  # a CPU's times do not settle
     assert rows[0]["compile_ns"] > 0
 
 

@@ -22,6 +22,7 @@ import wgpu
 from llamagpu import __version__
 from llamagpu.bench.cases import BenchCase, positions
 from llamagpu.bench.report import Row
+from llamagpu.bench.settle import FRESH_COMPILE_S, FRESH_S, Settling
 from llamagpu.engine import routes
 from llamagpu.engine.engine import Engine
 from llamagpu.engine.load import (
@@ -40,7 +41,7 @@ from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.synthetic import SyntheticFile
 from llamagpu.files.gguf_file import BLOCKS
 from llamagpu.gpu.device import Gpu, map_device_lost
-from llamagpu.gpu.timing import Span, TimedRecorder, busy_ns, copy_bandwidth, wait_idle, warm_up
+from llamagpu.gpu.timing import Span, TimedRecorder, busy_ns, copy_bandwidth, wait_idle
 from llamagpu.verify.verify import kernel_set
 
 Probe = Callable[[Engine, float], None]  # gets an engine and the copy bandwidth in bytes/s
@@ -156,6 +157,7 @@ def bench(
         copy = copy_bandwidth(gpu)
         gpu.peak_bytes = gpu.allocated_bytes
         started, compiled = time.perf_counter(), gpu.compile_seconds
+        compiled_s = compiled  # before the present case
         with closing(open_for(source, cases)) as opened:
             facts = model_facts(opened)
             monitor.opened(gpu, facts)
@@ -176,7 +178,8 @@ def bench(
                 for case in run.cases:
                     monitor.case_starts(case)
                     time.sleep(options.delay)
-                    measured = measure(engine, case, options, monitor)
+                    measured = measure(engine, case, options, monitor, compiled_s)
+                    compiled_s = gpu.compile_seconds
                     times = {
                         "load_ns": round(load_s * 1e9),
                         "compile_ns": round((gpu.compile_seconds - compiled) * 1e9),
@@ -196,8 +199,11 @@ class Samples:
     spans: list[list[Span]] = field(default_factory=list)  # submissions of each repetition
 
 
-def measure(engine: Engine, case: BenchCase, options: BenchOptions, monitor: Monitor) -> Row:
-    """Run the case once to warm up, then `repetitions` times."""
+def measure(engine: Engine, case: BenchCase, options: BenchOptions, monitor: Monitor, compiled_s: float = 0.0) -> Row:
+    """Run the case to warm up, once or on a GPU until it has settled, then `repetitions` times.
+
+    `compiled_s`: the time that compiling had taken before this case.
+    """
     gpu = engine.gpu
     recorder = engine.recorder = TimedRecorder(gpu)
     ids = np.random.default_rng(0).integers(0, engine.config.vocab, case.n_prompt).tolist()
@@ -219,23 +225,35 @@ def measure(engine: Engine, case: BenchCase, options: BenchOptions, monitor: Mon
             wait_idle(gpu)
         return time.perf_counter() - began
 
+    def repeat() -> Samples:
+        recorder.take_spans()
+        samples = Samples()
+        for i in range(options.repetitions):
+            samples.wall_s.append(run(most, f"run {i + 1} of {options.repetitions}"))
+            spans, passes = recorder.take_spans()
+            samples.spans.append(spans)
+            if passes is not None:
+                samples.gpu_ns.append(busy_ns(passes))
+        return samples
+
     # the first token is sampled from the present logits; each further one takes a step
     most = case.n_gen + 1 if case.n_gen else 0
+    settling = Settling()
     if options.warmup:
-        warm_up(gpu, lambda: run(most, "warm-up"))
+        run(most, "warm-up")
+        settling.least_s = FRESH_S if gpu.compile_seconds - compiled_s > FRESH_COMPILE_S else 0.0
+        if not gpu.software:
+            settling.wait(lambda: run(most, "warm-up"))
         if ids:
             run(1, "warm-up")
-    recorder.take_spans()
-    samples = Samples()
-    for i in range(options.repetitions):
-        samples.wall_s.append(run(most, f"run {i + 1} of {options.repetitions}"))
-        spans, passes = recorder.take_spans()
-        samples.spans.append(spans)
-        if passes is not None:
-            samples.gpu_ns.append(busy_ns(passes))
+    samples = repeat()
+    while settling.settled is not None and not settling.accept(samples.wall_s):
+        settling.wait(lambda: run(most, "warm-up"))
+        samples = repeat()
     samples.first_token_s = [run(1, "first token") for _ in range(first_tokens)]
     recorder.take_spans()
-    return statistics_of(samples, case.tokens)
+    settle = {"settled": settling.settled, "settle_ns": round(settling.seconds * 1e9)}
+    return statistics_of(samples, case.tokens) | settle
 
 
 def statistics_of(samples: Samples, tokens: int) -> Row:

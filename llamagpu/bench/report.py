@@ -23,8 +23,8 @@ SAMPLES = ("samples_ns", "samples_ts")  # JSON and JSONL only
 OUR_FIELDS = (
     "median_ts", "ttft_ns", "itl_p50_ns", "itl_p95_ns", "gpu_ns", "encode_ns", "submit_ns",
     "dispatches_per_token", "weight_bytes_per_token", "kv_bytes_per_token", "gbps", "copy_gbps", "copy_share",
-    "tflops", "gpu_bytes_peak", "load_ns", "compile_ns", "adapter", "driver", "wgpu_version", "kernel_set",
-    "precision",
+    "tflops", "gpu_bytes_peak", "load_ns", "compile_ns", "settled", "settle_ns", "adapter", "driver",
+    "wgpu_version", "kernel_set", "precision",
 )  # fmt: skip
 FIELDS = LLAMA_BENCH_FIELDS + OUR_FIELDS
 TEXT = {
@@ -174,6 +174,8 @@ def printer(name: str, extra: Sequence[str] = ()) -> Csv:
 
 # Details for people, which llama-bench does not print
 
+NOTICED_S = 2.5  # a warm-up that takes longer is worth a line
+
 DETAILS = (
     "model", "test", "median t/s", "ttft ms", "itl p50 ms", "itl p95 ms", "gpu ms", "gpu/wall", "record ms",
     "submit ms", "disp/token", "MB/token", "GB/s", "of copy", "TFLOP/s", "peak MiB", "load s", "compile s",
@@ -223,3 +225,11 @@ def aside(row: Row) -> str:
     first = "" if row["ttft_ns"] is None else f", first token after {row['ttft_ns'] / 1e6:.1f} ms"
     rates = f"{row['gbps']:.1f} GB/s ({row['copy_share']:.1%} of a copy), {row['tflops']:.3g} TFLOP/s"
     return f"{test_name(row)}: median {row['median_ts']:.2f} t/s, {rates}{first}{gpu}"
+
+
+def settling(row: Row) -> str:
+    """What to say about the wait for steady times; nothing where it was short."""
+    name, seconds = test_name(row), row["settle_ns"] / 1e9
+    if row["settled"] is False:
+        return f"{name}: not settled: after {seconds:.1f} s of warm-up its times still drift; measure again"
+    return f"{name}: settled after {seconds:.1f} s of warm-up" if row["settled"] and seconds > NOTICED_S else ""

@@ -83,7 +83,7 @@ def bench(
     delay: Annotated[
         float, typer.Option("--delay", callback=o.finite(0), help="Seconds of rest before each case.")
     ] = 0,
-    no_warmup: Annotated[bool, typer.Option("--no-warmup", help="Do not run each case once to warm up.")] = False,
+    no_warmup: Annotated[bool, typer.Option("--no-warmup", help="Do not run each case first, to warm up.")] = False,
     progress: Annotated[bool, typer.Option("--progress", help="Print on stderr which case runs.")] = False,
     output: Annotated[str, typer.Option("-o", "--output", help="Output format: csv, json, jsonl, md or sql.")] = "md",
     output_err: Annotated[str, typer.Option("-oe", "--output-err", help="A second output, to stderr.")] = "none",
@@ -150,9 +150,10 @@ def bench(
                 for put, printer in printers:  # the first row may raise an error, so the header waits for it
                     put(("" if rows else printer.header()) + printer.row(row))
                 rows.append(row)
-                asides.append(report.aside(row) + more)
+                told = "\n".join(filter(None, (report.settling(row), report.aside(row) + more)))
+                asides.append(told)
                 if not quiet and not held:
-                    log(asides[-1])
+                    log(told)
     for put, printer in printers:
         put(("" if rows else printer.header()) + printer.footer())
     if not quiet and held:
