@@ -24,7 +24,8 @@ from llamagpu.engine.sampler import Sampling, host_sampler
 from llamagpu.engine.step_inputs import MAX_ROWS, Segment
 from llamagpu.errors import DoesNotFit
 from llamagpu.files.gguf_file import BLOCKS, GgufFile
-from llamagpu.gpu import caps, device
+from llamagpu.gpu import caps, device, recorder
+from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Pending, Plan, Step
 
 # (NMSE, largest error / largest logit). All sums are in f32, measured 1e-12 and 2e-6; a few layers deep.
@@ -531,6 +532,28 @@ def test_safe_recording_gives_the_same(gpu, tiny, run, monkeypatch):
     got = [safe.logits_after(ids), *(safe.logits_after([i]) for i in ids[:3])]
     assert (np.array(got) == np.array(want)).all()
     assert list(islice(safe.greedy(), 12)) == list(islice(run.greedy(), 12))
+
+
+def test_a_step_in_pieces_gives_the_same(gpu, run, monkeypatch):
+    """As on a GPU, where a worker submits a piece while the next one is recorded."""
+    ids = token_ids(12)
+    want = [run.logits_after(ids), *(run.logits_after([i]) for i in ids[:3])]
+    monkeypatch.setattr(recorder, "FIRST_PIECE", 2)
+    monkeypatch.setattr(recorder, "PIECE", 3)
+    monkeypatch.setattr(Gpu, "software", False)
+    run.model.clear_plans()
+    run.clear()
+    got = [run.logits_after(ids), *(run.logits_after([i]) for i in ids[:3])]
+    assert (np.array(got) == np.array(want)).all()
+    plan = run.model.plan(12)
+    assert [len(piece) for piece in plan.pieces][:2] == [2, 3] and max(map(len, plan.pieces)) <= 4
+    assert tuple(dispatch for piece in plan.pieces for dispatch in piece.dispatches) == plan.dispatches
+
+
+def test_sizes_of_pieces(gpu):
+    fill = gpu.dispatch("fill_random", (), {"WORDS": 4, "VALUE": 7}, {"y": gpu.status}, (1, 1, 1))
+    sizes = [[len(piece) for piece in Plan([fill] * count).pieces] for count in (1, 36, 37, 115, 227)]
+    assert sizes == [[1], [36], [16, 21], [16, 40, 59], [16, 40, 40, 40, 40, 51]]
 
 
 def test_a_long_text_is_the_same_in_safe_recording(gpu, tmp_path, monkeypatch):

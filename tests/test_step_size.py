@@ -51,9 +51,9 @@ def test_what_is_submitted(gpu, tmp_path, monkeypatch, compute):
     engine.step_size = StepSize(40, timed=True)
     submit = engine.recorder.submit
 
-    def slow_submit(steps, *rest):
+    def slow_submit(steps, **more):
         rows.append(max(step.rows for step in steps))
-        return submit(steps, *rest)
+        return submit(steps, **more)
 
     def wait():
         clock[0] += rows[-1] * STEP_S / 4

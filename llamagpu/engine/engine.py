@@ -141,7 +141,7 @@ class Engine:
         """One step of a plan over at most a chunk of ids."""
         position = len(sequence)
         self.model.write_step([Segment(sequence.slot, position, ids)])
-        self.recorder.submit([Step(plan, len(ids), position)])
+        self.recorder.submit_in_pieces(Step(plan, len(ids), position))
         sequence.ids += ids
         self.unchecked.add(sequence)
 

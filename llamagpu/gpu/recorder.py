@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,10 @@ from llamagpu.gpu.readback import read_staging, submit
 
 REMEDY_RETRY = "try again; if it happens again, update the GPU's driver"
 Launch = tuple[Any, Any, int, int, int]  # pipeline and bind group handles, grid
+# Dispatches of the first piece and of each further one, where a step is submitted in pieces. On an H200 (2026-11-16) a
+# step of 2 rows takes 1.3 instead of 1.7 ms of wall clock (1B, 115 dispatches), 3.4 instead of 4.1 ms (8B, 227); a
+# piece costs the host 0.1 ms.
+FIRST_PIECE, PIECE = 16, 40
 
 
 class Plan:
@@ -36,6 +41,12 @@ class Plan:
 
     def __len__(self) -> int:
         return len(self.dispatches)
+
+    @cached_property
+    def pieces(self) -> "list[Plan]":
+        """The plan cut into short ones, the first the shortest."""
+        cuts = [0, *range(FIRST_PIECE, len(self) - PIECE // 2, PIECE), len(self)]
+        return [self] if len(cuts) == 2 else [Plan(self.dispatches[a:b]) for a, b in pairwise(cuts)]
 
     @cached_property
     def handles(self) -> list[tuple[Any, Any, Any]]:
@@ -101,6 +112,20 @@ class Recorder:
         """
         encoder, staging = self.record(steps, result)
         return Pending(self.gpu, staging, self._schedule(ahead, self.finish_and_submit, encoder))
+
+    def submit_in_pieces(self, step: Step) -> None:
+        """Submit the step piece by piece: the GPU runs the first ones while the others are recorded.
+
+        A software adapter needs the cores itself.
+        """
+        plans = [step.plan] if self.gpu.software else step.plan.pieces
+        submissions: list[Future[Any]] = []
+        try:
+            for plan in plans:
+                submissions.append(self.submit([step._replace(plan=plan)], ahead=True).submission)
+        finally:
+            for submission in submissions:
+                submission.result()
 
     def _schedule(self, ahead: bool, submit: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         if self.gpu.closed:
