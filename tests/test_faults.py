@@ -77,7 +77,7 @@ def test_faults_raise_and_the_next_load_works(layer, model):
 
 
 def test_faults_of_submissions_ahead(layer, model):
-    faults = [("submit", 0.8, "lost"), ("status", 0.8, "lost"), ("submit", 0.9, "memory")]
+    faults = [("submit", 0.4, "lost"), ("submit", 0.9, "memory"), ("status", 0.8, "lost")]
     sweep(layer, model, faults, LLAMAGPU_TEST_AHEAD="1")
 
 
