@@ -39,6 +39,7 @@ from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision
 from llamagpu.engine.precision import resolve_precision
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.synthetic import SyntheticFile
+from llamagpu.engine.weights import Weights
 from llamagpu.files.gguf_file import BLOCKS
 from llamagpu.gpu.device import Gpu, map_device_lost
 from llamagpu.gpu.timing import Span, TimedRecorder, busy_ns, copy_bandwidth, wait_idle
@@ -295,14 +296,13 @@ def between_tokens(spans: Items[Span]) -> list[float]:
 def rates(loaded: LoadedModel, engine: Engine, case: BenchCase, avg_ns: float, copy: float) -> Row:
     """The bytes that the case reads, the operations that it computes, and their rates."""
     c, weights = loaded.config, loaded.weights
-    in_layers = sum(matrix.n * matrix.k for layer in weights.layers for matrix in layer.matrices)
     window, per_position = c.sliding_window, engine.cache.position_bytes
     reads = kv_bytes = flops = 0
     for rows, position in case.steps():
         end = position + rows
         reads += 1
         kv_bytes += per_position * min(end, (window or end) + rows)
-        flops += 2 * rows * in_layers + 2 * weights.output.n * weights.output.k
+        flops += linear_flops(weights, rows)
         seen = sum(min(p, window or p) for p in range(position + 1, end + 1))
         flops += 4 * c.layers * c.q_width * seen
     weight_bytes = reads * weights.token_bytes
@@ -315,6 +315,12 @@ def rates(loaded: LoadedModel, engine: Engine, case: BenchCase, avg_ns: float, c
         "copy_share": gbps / (copy / 1e9),
         "tflops": flops / avg_ns / 1e3,
     }
+
+
+def linear_flops(weights: Weights, rows: int) -> int:
+    """Operations of the matrices in a step of so many rows, of which the last one has logits."""
+    in_layers = sum(matrix.n * matrix.k for layer in weights.layers for matrix in layer.matrices)
+    return 2 * rows * in_layers + 2 * weights.output.n * weights.output.k
 
 
 def case_facts(facts: ModelFacts, engine: Engine, case: BenchCase) -> Row:

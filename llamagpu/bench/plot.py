@@ -1,4 +1,4 @@
-"""Benchmark rows as a picture: speed over depth or batch, and a roofline. Needs the extra `plot`."""
+"""Benchmark rows as a picture: speed over depth or batch, a roofline, steps over rows. Needs the extra `plot`."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -30,6 +30,31 @@ def plot(rows: Sequence[Row], profiles: Sequence[Profile], path: Path) -> None:
     figure.draw_without_rendering()  # the layout must be known before names are placed
     figure.set_layout_engine("none")
     label_points(roof, profiles)
+    save(figure, path)
+
+
+def plot_steps(rows: Sequence[Row], path: Path) -> None:
+    """The time of a step over its rows, on the GPU and by wall clock; cliffs are crosses."""
+    figure = need_matplotlib()(figsize=(9, 5.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.set_xscale("log", base=2)
+    axes.set(yscale="log", xlabel="token rows of a step", ylabel="us")
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.grid(alpha=0.3, which="both")
+    for i, name in enumerate(dict.fromkeys(row["model_type"] for row in rows)):
+        for field, label, style in (("gpu_ns", "GPU", "-"), ("wall_ns", "wall clock", ":")):
+            found = [(row["n_rows"], row[field] / 1e3) for row in rows if row["model_type"] == name and row[field]]
+            if found:
+                axes.plot(*zip(*found, strict=True), style, marker=".", color=f"C{i}", label=f"{name}, {label}")
+    if marked := [(row["n_rows"], (row["gpu_ns"] or row["wall_ns"]) / 1e3) for row in rows if row["cliff"]]:
+        axes.plot(*zip(*marked, strict=True), "x", color="red", markersize=9, label="cliff")
+    axes.legend(fontsize=8)
+    figure.suptitle(f"{rows[0]['adapter']}, {rows[0]['driver']}")
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the ending

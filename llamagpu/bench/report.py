@@ -27,6 +27,7 @@ OUR_FIELDS = (
     "wgpu_version", "kernel_set", "precision",
 )  # fmt: skip
 FIELDS = LLAMA_BENCH_FIELDS + OUR_FIELDS
+JSON_FIELDS = LLAMA_BENCH_FIELDS + SAMPLES + OUR_FIELDS
 TEXT = {
     "build_commit", "cpu_info", "gpu_info", "backends", "model_filename", "model_type", "cpu_mask", "type_k",
     "type_v", "split_mode", "devices", "tensor_split", "tensor_buft_overrides", "load_mode", "test_time",
@@ -43,6 +44,9 @@ REAL = {
     "copy_gbps",
     "copy_share",
     "tflops",
+    "wall_per_gpu",
+    "rows_per_s",
+    "linear_tflops",
 }
 # Heading and width of a Markdown column; a negative width aligns to the left
 COLUMNS = {
@@ -78,21 +82,24 @@ def test_name(row: Row) -> str:
 
 
 class Csv:
+    def __init__(self, fields: Sequence[str] = FIELDS, json_fields: Sequence[str] = JSON_FIELDS) -> None:
+        self.fields, self.json_fields = fields, json_fields
+
     def header(self) -> str:
-        return ",".join(FIELDS) + "\n"
+        return ",".join(self.fields) + "\n"
 
     def row(self, row: Row) -> str:
         text = io.StringIO()
-        csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n").writerow([shown(row, f) for f in FIELDS])
+        csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n").writerow([shown(row, f) for f in self.fields])
         return text.getvalue()
 
     def footer(self) -> str:
         return ""
 
-
-def json_items(row: Row) -> list[str]:
-    names = (*LLAMA_BENCH_FIELDS, *SAMPLES, *OUR_FIELDS)
-    return [f"{json.dumps(name)}: {json.dumps(rounded(row[name]), ensure_ascii=False)}" for name in names]
+    def json_items(self, row: Row) -> list[str]:
+        return [
+            f"{json.dumps(name)}: {json.dumps(rounded(row[name]), ensure_ascii=False)}" for name in self.json_fields
+        ]
 
 
 def rounded(value: Any) -> Any:
@@ -109,7 +116,7 @@ class Json(Csv):
 
     def row(self, row: Row) -> str:
         before, self.open = self.open and "  },\n", "  }"
-        return f"{before}  {{\n    " + ",\n    ".join(json_items(row)) + "\n"
+        return f"{before}  {{\n    " + ",\n    ".join(self.json_items(row)) + "\n"
 
     def footer(self) -> str:
         return f"{self.open}\n]\n"
@@ -120,7 +127,7 @@ class Jsonl(Csv):
         return ""
 
     def row(self, row: Row) -> str:
-        return "{" + ", ".join(json_items(row)) + "}\n"
+        return "{" + ", ".join(self.json_items(row)) + "}\n"
 
 
 class Sql(Csv):

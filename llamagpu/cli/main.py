@@ -12,6 +12,7 @@ from llamagpu import __version__
 from llamagpu.cli import measure
 from llamagpu.cli import options as o
 from llamagpu.cli.bench import bench_app
+from llamagpu.cli.bench_steps import steps
 from llamagpu.cli.chat import chat
 from llamagpu.cli.convert import convert
 from llamagpu.cli.generate import generate
@@ -61,6 +62,7 @@ for run in (generate, chat, perplexity):
     app.command(cls=RunCommand, short_help=SUMMARIES[run.__name__])(run)
 for other in (tokenize, convert, measure.profile, measure.verify, measure.devices):
     app.command(short_help=SUMMARIES[other.__name__])(other)
+bench_app.command(short_help="Measure a step of each number of token rows, and find cliffs.")(steps)
 for name, group in (("models", models_app), ("bench", bench_app)):
     app.add_typer(group, name=name, short_help=SUMMARIES[name])
 
