@@ -102,11 +102,6 @@ class StepTimes:
     gpu_ns: list[float] = field(default_factory=list)  # empty without timestamps
     settled: bool | None = None
 
-    @property
-    def best_ns(self) -> float:
-        """On the GPU's clock where there is one."""
-        return statistics.median(self.gpu_ns or self.wall_ns)
-
 
 class StepLoop:
     """Runs steps of one engine at one position."""
@@ -139,7 +134,8 @@ class StepLoop:
         wall = (spans[-1].done - spans[0].done) / (count - 1) * 1e9
         return wall, None if passes is None else busy_ns(passes) / count
 
-    def best_ns(self, rows: int) -> float:
+    def step_time(self, rows: int) -> float:
+        """On the GPU's clock where there is one."""
         wall, gpu = self.run(rows)
         return wall if gpu is None else gpu
 
@@ -156,14 +152,12 @@ def settle(time_of: Callable[[int], float], rows: Items[int], sweeps: int = MAX_
     return set(left)
 
 
-def measure(
-    loop: StepLoop, rows: Items[int], repetitions: int, starts: Callable[[str, int], None]
-) -> dict[int, StepTimes]:
+def measure(loop: StepLoop, rows: Items[int], repetitions: int, starts: Starts) -> dict[int, StepTimes]:
     """Sweeps over all rows, so that a slow moment of the machine does not meet all runs of one of them."""
 
     def time_of(m: int) -> float:
         starts("warm-up", m)
-        return loop.best_ns(m)
+        return loop.step_time(m)
 
     gpu, found = loop.engine.gpu, {m: StepTimes() for m in rows}
     for m in rows:  # compiles
