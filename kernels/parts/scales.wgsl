@@ -1,6 +1,6 @@
-// Scales of quantised weights, K / GROUP groups in a row. scale_at(row, g) = (scale, offset) of one group.
-// load_scales(row, b) loads the scales of a block of 32 weights as they are stored; block_scales unpacks them after the
-// loads have arrived.
+// Scales of quantised weights, K / GROUP groups in a row. scale_at(row, g) = (scale, offset) of one group; load_scale
+// loads it as it is stored, unpack_scale unpacks it after the loads have arrived.
+// load_scales(row, b) does the same for the scales of a block of 32 weights, block_scales unpacks them.
 // A super-block of SCALE_BITS == 8 has 256 weights: the f16 super-block scale (one for scales, one for offsets), then
 // an int8 sub-scale for each group, followed by its sub-offset if there is one.
 // load_scales needs GROUP % 32 == 0 or GROUP == 16. SCALE_BITS == 8 needs K % 256 == 0 and GROUP 16 or 32. Parts: f16.
@@ -12,19 +12,27 @@ const VALUES: u32 = 1u + u32(HAS_OFFSET);  // of a group
 const SUPER_BLOCK_WORDS: u32 = 1u + 64u / GROUP * VALUES;
 const TWO_GROUPS: bool = GROUP == 16u;     // two groups in a block of 32
 @group(0) @binding(7) var<storage, read> scales: array<u32>;
-fn scale_at(row: u32, g: u32) -> vec2<f32> {
+fn load_scale(row: u32, g: u32) -> vec2<u32> {
   if (SCALE_BITS == 8u) {
     let super_block = (row * (K / 256u) + g / (256u / GROUP)) * SUPER_BLOCK_WORDS;
-    let j = g % (256u / GROUP) * VALUES;
-    let sub_scales = bitcast<i32>(scales[super_block + 1u + j / 4u]);
-    let offset = select(0, extractBits(sub_scales, j % 4u * 8u + 8u, 8u), HAS_OFFSET);
-    return unpack_f16(scales[super_block]) * vec2<f32>(f32(extractBits(sub_scales, j % 4u * 8u, 8u)), f32(offset));
+    return vec2<u32>(scales[super_block], scales[super_block + 1u + g % (256u / GROUP) * VALUES / 4u]);
   }
   let i = (row * (K / GROUP) + g) * VALUES;
-  if (SCALE_BITS == 32u) { return bitcast<vec2<f32>>(vec2<u32>(scales[i], select(0u, scales[i + VALUES - 1u], HAS_OFFSET))); }
-  let two = unpack_f16(scales[i / 2u] >> (i % 2u * 16u));
+  if (SCALE_BITS == 16u) { return vec2<u32>(scales[i / 2u], 0u); }
+  return vec2<u32>(scales[i], select(0u, scales[i + VALUES - 1u], HAS_OFFSET));
+}
+fn unpack_scale(raw: vec2<u32>, row: u32, g: u32) -> vec2<f32> {
+  if (SCALE_BITS == 32u) { return bitcast<vec2<f32>>(raw); }
+  if (SCALE_BITS == 8u) {
+    let skip = g % (256u / GROUP) * VALUES % 4u * 8u;
+    let sub_scales = bitcast<i32>(raw.y);
+    let offset = select(0, extractBits(sub_scales, skip + 8u, 8u), HAS_OFFSET);
+    return unpack_f16(raw.x) * vec2<f32>(f32(extractBits(sub_scales, skip, 8u)), f32(offset));
+  }
+  let two = unpack_f16(raw.x >> ((row * (K / GROUP) + g) * VALUES % 2u * 16u));
   return select(vec2<f32>(two.x, 0.0), two, HAS_OFFSET);
 }
+fn scale_at(row: u32, g: u32) -> vec2<f32> { return unpack_scale(load_scale(row, g), row, g); }
 struct Scales { words: vec4<u32>, skip: u32 }  // skip: bits before the block's scales, in the only word or in the word of sub-scales
 fn load_scales(row: u32, b: u32) -> Scales {
   if (SCALE_BITS == 8u) {
