@@ -160,6 +160,29 @@ def test_linear(any_gpu, route, case):
         assert (got[m:] == GUARD).all(), f"{m} rows: wrote behind the last"
 
 
+@pytest.mark.parametrize("weight", [Weight(Q4, 71, 576), Weight(F16, 66, 40)], ids=lambda weight: weight.name)
+@pytest.mark.parametrize(
+    "route",
+    [r for r in routes.LINEAR if r.kernel == "linear_gemm"],
+    ids=lambda r: f"{r.consts['TILE_M']}x{r.consts['TILE_N']}",
+)
+def test_every_f32_tile(gpu, route, weight):
+    """Two tiles of tokens, the last one ragged, whether or not a GPU would have enough of them."""
+    if gpu.caps.shared_bytes < 24576:
+        pytest.skip("the adapter lacks workgroup memory for the large tile")
+    shard, w = upload(gpu, weight)
+    m, matrix = 130, matrix_of(shard)
+    given, step = linear_inputs(gpu, m, weight.k), Steps(gpu)
+    y = gpu.zeros((m + 1) * weight.n * 4, "y")
+    fill(gpu, y, m + 1, weight.n)
+    step.write_rows(m)
+    table = verify_reference.only(route)
+    run(gpu, Ops(gpu, step.buffer).linear(given.x, matrix, m, ops.store(y, matrix), table=table), m)
+    got = gpu.read(y, np.float32, (m + 1) * weight.n).reshape(-1, weight.n)
+    assert_close(got[:m], given.values @ w.T, *F32)
+    assert (got[m:] == GUARD).all(), "wrote behind the last row"
+
+
 STAGES = (
     Weight(Q4, 71, 576),
     Weight(Q4, 70, 2048, has_offset=True),

@@ -83,10 +83,19 @@ def test_a_few_rows_read_the_weights_once(caps, m):
 
 
 @pytest.mark.parametrize(
-    "m, n, kernel", [(17, 8192, "linear_gemm"), (65, 64, "linear_gemm"), (17, 64, "linear_gemm_rows")]
+    "m, n, tile", [(512, 16384, (128, 64)), (512, 2048, (64, 64)), (128, 2048, (32, 32)), (32, 2048, (32, 16))]
 )
-def test_many_rows_take_tiles_where_enough_of_them_run(m, n, kernel):
-    assert linear_kernel(Linear(m, n, 2048, 32, Q4), GPU) == kernel
+def test_f32_tiles_are_small_where_large_ones_would_be_few(m, n, tile):
+    route = select(routes.LINEAR, Linear(m, n, 2048, 32, Q4), GPU)
+    assert route.kernel == "linear_gemm" and (route.consts["TILE_M"], route.consts["TILE_N"]) == tile
+
+
+def test_f32_tiles_fit_into_the_smallest_workgroup_memory():
+    small = replace(GPU, shared_bytes=16384)
+    for m, n in ((512, 16384), (17, 64)):
+        consts = select(routes.LINEAR, Linear(m, n, 2048, 32, Q4), small).consts
+        split_k = consts["WORKGROUP"] * 64 // (consts["TILE_M"] * consts["TILE_N"])
+        assert split_k * consts["TILE_K"] * (consts["TILE_M"] + consts["TILE_N"]) * 4 <= 16384
 
 
 @pytest.mark.parametrize("n, k", [(16384, 2048), (2048, 8192), (6144, 4096), (960, 576), (64, 64)])

@@ -1,6 +1,6 @@
 // y[m, N] = x[m, K] @ W[N, K]^T, many tokens, without tiles.
 // One workgroup per token and row pair; its lanes split K by 8 weights. Every token reads all weights again.
-// It is the baseline of linear_gemm, and runs where the tiles of linear_gemm would leave most of a GPU idle.
+// The baseline of linear_gemm; no route selects it.
 // Needs K % 8 == 0 and GROUP % 8 == 0.
 // Parts: f16, (scales,) weight_*, epilogue_* (without a workgroup epilogue), reduce_*.
 const K: u32 = 32u;

@@ -1,18 +1,18 @@
-"""Naive kernels, the baselines of the specialised ones. Routes select them only where tiles do not pay."""
-
-from dataclasses import replace
+"""Naive kernels, the baselines of the specialised ones. Routes never select them."""
 
 from llamagpu.engine import routes
 from llamagpu.engine.ops import Consts, Ops
-from llamagpu.engine.routes import Attention, Role, Route, RowWise
+from llamagpu.engine.routes import Attention, Linear, Role, Route, RowWise
 from llamagpu.gpu.buffers import Buffer
 from llamagpu.gpu.caps import Grid
 from llamagpu.gpu.device import Dispatch
 
-GEMM_ROWS = replace(
-    next(route for route in routes.LINEAR if route.kernel == "linear_gemm_rows"),
-    fits=lambda s, c: routes.word_aligned(s, 8),
-    needs="baseline",
+GEMM_ROWS: Route[Linear] = Route(
+    "linear_gemm_rows",
+    lambda s, c: routes.word_aligned(s, 8),
+    "baseline",
+    routes.workgroup_per_pair_grid,
+    (*routes.WEIGHT_PARTS, Role.REDUCE),
 )
 ATTEND_STRIDED: Route[Attention] = Route(
     "attend_strided",

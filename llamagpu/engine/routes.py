@@ -348,6 +348,28 @@ def int8_tile_fits(s: Linear, rows: int, splits: int) -> bool:
     return splits == (1 if s.n % 2 or not no_extras(s) else grid_splits(s))
 
 
+# Tiles of linear_gemm: token rows, matrix rows, k of a split-K team. As above, a smaller one is more work: on an H200
+# (2026-11-16) 38, 33, 18 and 13 TFLOP/s where they run, the next larger one 31, 12 and 7 there.
+F32_TILES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], ...] = (
+    (
+        "256 tiles of 128 x 64",
+        lambda s, c: tile_count(s, 128, 64) >= 256 and s.m > 64 and c.shared_bytes >= 24576,
+        {"TILE_M": 128, "TILE_N": 64, "TILE_K": 32, "WORKGROUP": 128, "SIDE": 8},
+    ),
+    (
+        "192 tiles of 64 x 64",
+        lambda s, c: (tile_count(s, 64, 64) >= 192 and s.m > 32) or c.shared_bytes < 24576,
+        {"TILE_M": 64, "TILE_N": 64, "TILE_K": 16, "WORKGROUP": 128, "SIDE": 8},
+    ),
+    (
+        "128 tiles of 32 x 32",
+        lambda s, c: tile_count(s, 32, 32) >= 128,
+        {"TILE_M": 32, "TILE_N": 32, "TILE_K": 16, "WORKGROUP": 256, "SIDE": 4},
+    ),
+    ("fewer", lambda s, c: True, {"TILE_M": 32, "TILE_N": 16, "TILE_K": 16, "WORKGROUP": 256, "SIDE": 4}),
+)
+
+
 def int8_tiles(s: Linear, c: Caps) -> bool:
     shape = block_aligned(s) and s.k % 64 == 0 and s.epilogue is not Epilogue.LOGITS and no_prologue(s)
     return s.inputs is Inputs.INT8 and shape and c.shared_bytes >= 32768
@@ -378,6 +400,13 @@ def _gemm_int8_route(rows: int, splits: int, to_blocks: bool) -> Route[Linear]:
         return int8_tiles(s, c) and to_blocks != no_extras(s) and int8_tile_fits(s, rows, splits)
 
     return Route("linear_gemm_int8", fits, needs, tile_grid, (Role.PLANES, Role.EPILOGUE), consts)
+
+
+def _gemm_route(case: str, fits: Callable[[Linear, Caps], bool], consts: Consts) -> Route[Linear]:
+    def tile_fits(s: Linear, c: Caps) -> bool:
+        return word_aligned(s, 8) and no_extras(s) and fits(s, c)
+
+    return Route("linear_gemm", tile_fits, f"k and group % 8 = 0, {case}", tile_grid, WEIGHT_PARTS, consts)
 
 
 LINEAR: Table[Linear] = (
@@ -417,19 +446,7 @@ LINEAR: Table[Linear] = (
     *(_gemv_batch_route(width, *shape) for width in GEMV_WIDTHS for shape in GEMV_BATCH_SHAPES if width <= shape[1]),
     *(_gemm_int8_route(rows, 1, to_blocks=True) for rows in TILE_ROWS),
     *(_gemm_int8_route(rows, splits, to_blocks=False) for rows in TILE_ROWS for splits in GRID_SPLITS),
-    # the only f32 tile is 64 x 64: where few of them would run, it is 2 to 5 times slower than no tiles (H200)
-    Route(
-        "linear_gemm_rows",
-        lambda s, c: (
-            not c.cpu and 1 < s.m <= 64 and tile_count(s, 64, 64) < 128 and word_aligned(s, 8) and no_extras(s)
-        ),
-        "f32 x, m <= 64, fewer than 128 tiles of 64 x 64, k and group % 8 = 0",
-        workgroup_per_pair_grid,
-        (*WEIGHT_PARTS, Role.REDUCE),
-    ),
-    Route(
-        "linear_gemm", lambda s, c: word_aligned(s, 8) and no_extras(s), "k and group % 8 = 0", tile_grid, WEIGHT_PARTS
-    ),
+    *(_gemm_route(*tile) for tile in F32_TILES),
     Route("linear_any", lambda s, c: s.inputs is Inputs.F32 and no_extras(s), "-", pairs_by_row_grid, WEIGHT_PARTS),
 )
 
