@@ -141,7 +141,7 @@ def per_row(segments: Sequence[Segment]) -> list[tuple[int, int]]:
 
 def per_segment(dispatch: Dispatch, segments: Sequence[Segment]) -> Dispatch:
     """The dispatch with segments in z of its grid: ops give the grid of a step with one segment."""
-    x, y, _ = dispatch.grid_for(max(len(seg.tokens) for seg in segments), 0)
+    x, y, _ = dispatch.grid_for(max(len(seg.tokens) for seg in segments), max(seg.position for seg in segments))
     return replace(dispatch, grid=(x, y, len(segments)))
 
 

@@ -168,7 +168,7 @@ def test_attend_strided_baseline(gpu: Gpu) -> None:
     y, make = gpu.zeros(q.nbytes, "y"), Ops(gpu, step_buffer(gpu, 3, position=2, capacity=8))
     buffers = AttentionBuffers(gpu.upload(q, "q"), gpu.upload(keys, "k"), gpu.upload(values, "v"), y)
     shape = Attention(3, 4, 2, 8, scale=8**-0.5)
-    dispatch = make.attend(shape, buffers, AttentionMode(KvType.F32), only(baselines.ATTEND_STRIDED))
+    [dispatch] = make.attend(shape, buffers, AttentionMode(KvType.F32), only(baselines.ATTEND_STRIDED))
     assert dispatch.kernel == "attend_strided"
     run(gpu, [dispatch], 3, 2)
     want = [[values[head // 2, : 3 + row].mean(axis=0) for head in range(4)] for row in range(3)]

@@ -54,6 +54,7 @@ class Heads:
     kv_type: KvType
     window: int = 0
     m: int = 1  # most rows of the plan
+    int8: bool = False
 
     first = True
 
@@ -74,7 +75,7 @@ class Heads:
         return Attention(m, self.heads, self.kv_heads, self.head_dim, self.window, self.head_dim**-0.5, splits)
 
     def fits(self, route, caps) -> bool:
-        return fits(route, self.shape(self.m), caps)
+        return fits(route, replace(self.shape(self.m), int8=self.int8), caps)
 
 
 KV_F16, KV_F32 = KvType.F16, KvType.F32
@@ -139,7 +140,7 @@ def check_attend(gpu, case: Heads, table: Table[Attention], steps: Sequence[Sequ
     buffers = AttentionBuffers(gpu.upload(q, "q"), *caches, y, stats)
     step = Steps(gpu, CAPACITY, SLOTS)
     shape = replace(case.shape(case.m), segments=SLOTS)
-    dispatch = Ops(gpu, step.buffer).attend(shape, buffers, AttentionMode(case.kv_type), table)
+    [dispatch] = Ops(gpu, step.buffer).attend(shape, buffers, AttentionMode(case.kv_type), table)
     for segments in steps:
         m = len(per_row(segments))
         step.write(*segments)
@@ -154,8 +155,9 @@ def check_attend(gpu, case: Heads, table: Table[Attention], steps: Sequence[Sequ
 
 
 def with_grid(dispatch, segments: Sequence[Segment]):
-    """attend_tile has segments in z; the others take any rows."""
-    return per_segment(dispatch, segments) if dispatch.kernel == "attend_tile" else dispatch
+    """Kernels of tiles have segments in z; the others take any rows."""
+    tiles = dispatch.kernel in ("attend_tile", "attend_int8", "quantise_kv")
+    return per_segment(dispatch, segments) if tiles else dispatch
 
 
 def attend_data(case: Heads, rows: int) -> tuple[Array, Array, Array]:
@@ -207,7 +209,7 @@ def test_attend_in_splits(gpu, case, splits, int8_out):
         y = gpu.upload(np.full(size + 4, GUARD, np.float32), "y")
         shape = case.shape(1 if m == 1 else 4, splits)
         buffers = AttentionBuffers(qs, ks, vs, y if splits == 1 else partial, stats)
-        plan = [make.attend(shape, buffers, mode, table)]
+        plan = make.attend(shape, buffers, mode, table)
         if splits > 1:  # with 16 some have nothing to do
             plan.append(make.attend_merge(shape, partial, stats, y, int8_out))
         run(gpu, plan, m)
@@ -216,21 +218,24 @@ def test_attend_in_splits(gpu, case, splits, int8_out):
 
 
 def test_attend_in_splits_with_16_lanes_per_position(gpu):
-    """llvmpipe reads its vector width when it starts: a separate process has twice as many lanes as usual."""
+    in_process_with_lanes(gpu, 16, "test_attend_in_splits and 4of128")
+
+
+def in_process_with_lanes(gpu, lanes: int, tests: str) -> None:
+    """llvmpipe reads its vector width when it starts: a separate process has more lanes than usual."""
     if "llvmpipe" not in gpu.name:
         pytest.skip("the lanes of other adapters are fixed")
-    other, arguments = 77, ["-q", "-p", "no:cacheprovider", __file__, "-k", "test_attend_in_splits and 4of128"]
+    other, arguments = 77, ["-q", "-p", "no:cacheprovider", __file__, "-k", tests]
     code = "import sys, pytest; from llamagpu.gpu.device import Gpu; lanes = Gpu.open().caps.subgroup; "
-    code += f"sys.exit(pytest.main({arguments!r}) if lanes == 16 else {other})"
-    env = os.environ | {"LP_NATIVE_VECTOR_WIDTH": "512"}
+    code += f"sys.exit(pytest.main({arguments!r}) if lanes == {lanes} else {other})"
+    env = os.environ | {"LP_NATIVE_VECTOR_WIDTH": str(32 * lanes)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     if done.returncode == other:
-        pytest.skip("the adapter does not have 16 lanes")
+        pytest.skip(f"the adapter does not have {lanes} lanes")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 TILE = (Heads(64, 6, 2, KV_F16), Heads(64, 2, 1, KV_F32, window=40), Heads(32, 4, 1, KV_F16))
-INT8_ATTENTION = (2e-4, 2e-2)  # queries and keys in int8, values in f16; the same for int8 blocks of the results
 TILE_STEPS = [
     [segment(0, 0, 33)],
     [segment(1, 200, 5)],
@@ -239,29 +244,66 @@ TILE_STEPS = [
 ]
 
 
-@pytest.mark.parametrize("int8_out", [False, True], ids=["f32", "int8"])
-@pytest.mark.parametrize("int8", [False, True], ids=["f32_attention", "int8_attention"])
-@pytest.mark.parametrize("case", TILE, ids=lambda case: case.name)
-def test_attend_tile(gpu, case, int8, int8_out):
-    """Results as int8 blocks, and products in int8 and f16."""
-    route = next(route for route in routes.ATTEND if route.kernel == "attend_tile")
-    table = only(gpu, route, replace(case, m=MOST))
-    if int8 and not routes.int8_attention(case.head_dim, gpu.caps):
-        pytest.skip("the adapter has no f16 arithmetic")
+def check_tiles(
+    gpu,
+    case: Heads,
+    route: routes.Route[Attention],
+    shape: Attention,
+    int8_out: bool,
+    bounds: Bound,
+    steps: Sequence[Sequence[Segment]],
+) -> None:
+    table = only(gpu, route, replace(case, m=MOST, int8=shape.int8))
     q, k, v = attend_data(case, MOST)
     qs, ks, vs = gpu.upload(q, "q"), gpu.upload(k, "k"), gpu.upload(v, "v")
-    step = Steps(gpu, CAPACITY, SLOTS)
+    partial = gpu.zeros(MOST * case.heads * shape.splits * case.head_dim * 4, "partial")
+    stats = gpu.zeros(MOST * case.heads * shape.splits * 8, "stats")
+    int8_kv = gpu.zeros(routes.int8_kv_bytes(shape, SLOTS, CAPACITY), "int8_kv")
+    step, mode = Steps(gpu, CAPACITY, SLOTS), AttentionMode(case.kv_type, int8_out)
     make = Ops(gpu, step.buffer)
-    for segments, most_segments in [*((s, SLOTS) for s in TILE_STEPS), (TILE_STEPS[2], 1)]:
-        m, mode = len(per_row(segments)), AttentionMode(case.kv_type, int8_out, int8)
-        shape = replace(case.shape(MOST), segments=most_segments)
+    for segments in steps:
+        m = len(per_row(segments))
         size = result_words(case, m, int8_out)
         step.write(*segments)
         y = gpu.upload(np.full(size + 4, GUARD, np.float32), "y")
-        dispatch = make.attend(shape, AttentionBuffers(qs, ks, vs, y), mode, table)
-        run(gpu, [with_grid(dispatch, segments)], m)
+        buffers = AttentionBuffers(qs, ks, vs, y if shape.splits == 1 else partial, stats, int8_kv)
+        plan = [with_grid(dispatch, segments) for dispatch in make.attend(shape, buffers, mode, table)]
+        if shape.splits > 1:
+            plan.append(make.attend_merge(shape, partial, stats, y, int8_out))
+        run(gpu, plan, m, max(seg.position for seg in segments))
         want = attended(q, k, v, segments, case.window).reshape(m, -1)
-        check_attended(gpu.read(y, np.float32, size + 4), want, int8_out, INT8_ATTENTION if int8 else F32)
+        check_attended(gpu.read(y, np.float32, size + 4), want, int8_out, bounds)
+
+
+@pytest.mark.parametrize("int8_out", [False, True], ids=["f32", "int8"])
+@pytest.mark.parametrize("case", TILE, ids=lambda case: case.name)
+def test_attend_tile(gpu, case, int8_out):
+    route = next(route for route in routes.ATTEND if route.kernel == "attend_tile")
+    check_tiles(gpu, case, route, replace(case.shape(MOST), segments=SLOTS), int8_out, F32, TILE_STEPS)
+    check_tiles(gpu, case, route, case.shape(MOST), int8_out, F32, TILE_STEPS[2:3])
+
+
+INT8_ATTENTION = (2e-4, 3e-2)  # queries, keys, weights and values in int8; the same for int8 blocks of the results
+# llvmpipe takes seconds to compile the kernel: few cases, each with something of its own
+INT8_TILE = {
+    "splits": (Heads(64, 6, 2, KV_F16), 3, False),  # 21 tokens to a tile; splits without a position
+    "window": (Heads(128, 2, 1, KV_F32, window=40), 1, True),
+}
+
+
+@covers("attend_int8", "quantise_kv")
+@pytest.mark.parametrize("name", INT8_TILE)
+def test_attend_int8(gpu, name):
+    case, splits, int8_out = INT8_TILE[name]
+    route = next(route for route in reversed(routes.ATTEND) if route.kernel == "attend_int8")
+    shape = replace(case.shape(MOST, splits), segments=SLOTS, int8=True)
+    check_tiles(gpu, case, route, shape, int8_out, INT8_ATTENTION, TILE_STEPS)
+
+
+def test_attend_int8_with_8_lanes(gpu):
+    if gpu.caps.subgroup >= 8:
+        pytest.skip("test_attend_int8 has run")
+    in_process_with_lanes(gpu, 8, "test_attend_int8 and not lanes")
 
 
 LONGEST = [
@@ -286,7 +328,7 @@ def test_attend_over_the_longest_context(any_gpu, route, d):
     keys, repeated = gpu.zeros(values.nbytes * d, "k"), gpu.upload(np.repeat(values, d), "v")
     make = Ops(gpu, step_buffer(gpu, m, position, len(values)))
     buffers = AttentionBuffers(queries, keys, repeated, y, gpu.zeros(m * case.heads * 8, "stats"))
-    run(gpu, [make.attend(case.shape(m), buffers, AttentionMode(KV_F32), table)], m)
+    run(gpu, make.attend(case.shape(m), buffers, AttentionMode(KV_F32), table), m)
     want = np.array([[values[: position + t + 1].mean(dtype=np.float64)] * d for t in range(m)])
     assert_close(gpu.read(y, np.float32, m * d).reshape(m, d), want, 1e-8, 1e-4, f"{positions} positions")
 
@@ -300,7 +342,7 @@ def test_attend_any_with_folded_grid(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "caps", replace(gpu.caps, workgroups=3))
     buffers = AttentionBuffers(gpu.upload(q, "q"), gpu.upload(k, "k"), gpu.upload(v, "v"), y)
     make, table = Ops(gpu, step_buffer(gpu, MOST, 0, 36)), only(gpu, routes.ATTEND[-1], case)
-    dispatch = make.attend(case.shape(MOST), buffers, AttentionMode(KV_F32), table)
+    [dispatch] = make.attend(case.shape(MOST), buffers, AttentionMode(KV_F32), table)
     assert dispatch.kernel == "attend_any" and dispatch.grid_for(MOST, 0) == (3, 2, 1)
     run(gpu, [dispatch], MOST)
     got = gpu.read(y, np.float32, q.size).reshape(q.shape)

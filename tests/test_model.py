@@ -16,7 +16,7 @@ from gguf_builder import tiny_llama
 from one_sequence import OneSequence, load_one, reference_of, token_ids
 from reference import Reference, assert_close
 
-from llamagpu.engine import decode
+from llamagpu.engine import decode, routes
 from llamagpu.engine.load import load_model
 from llamagpu.engine.model import BufferModel, PlanKind
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision
@@ -141,11 +141,14 @@ def test_int8_activations(gpu, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["head_dim 64", "8 heads per KV head"])
-def test_int8_attention(gpu, tmp_path, name):
-    """Prompts of more than 16 tokens: queries and keys are rounded to int8 as well."""
+def test_int8_attention(gpu, tmp_path, monkeypatch, name):
+    """Prompts of many tokens: queries, keys and values are rounded to int8 as well, where the adapter can."""
+    monkeypatch.setattr(routes, "FEW_SCORES", 0)
     path = tiny_llama(tmp_path / "m.gguf", **MODELS[name])
     run, ids = load_one(gpu, path, precision=Precision.FAST, chunk=64), token_ids(60)
-    assert buffer_model(run).int8_attention
+    model = buffer_model(run)
+    assert model.int8_attention
+    assert (model.int8_kv is not None) == (gpu.caps.subgroup >= 8 and model.config.head_dim == 64)
     for start, end in ((0, 40), (40, 60)):
         want = Reference(GgufFile(path)).forward(ids[:end])[-1]
         assert_close(run.logits_after(ids[start:end]), want, *INT8_ATTENTION, f"tokens {start} to {end}")

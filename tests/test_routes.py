@@ -130,8 +130,11 @@ def test_embedding(caps):
 # Attention
 
 
-def attention_kernel(head_dim: int, m: int, caps: Caps, heads: int = 1) -> str:
-    return select(routes.ATTEND, Attention(m, heads, 1, head_dim), caps).kernel
+FAR = 8192  # a context bucket: for many rows there, attend_split is not the fastest
+
+
+def attention_kernel(head_dim: int, m: int, caps: Caps, heads: int = 1, bucket: int = FAR, int8: bool = False) -> str:
+    return select(routes.ATTEND, Attention(m, heads, 1, head_dim, bucket=bucket, int8=int8), caps).kernel
 
 
 @pytest.mark.parametrize(
@@ -148,17 +151,57 @@ def attention_kernel(head_dim: int, m: int, caps: Caps, heads: int = 1) -> str:
 )
 def test_attention_of_many_rows(head_dim, without_subgroups, with_subgroups):
     """Without subgroups V is read along head_dim, 16 bytes at a time, where that can be done; with them, tiles."""
-    assert attention_kernel(head_dim, 33, MINIMUM) == without_subgroups
-    assert attention_kernel(head_dim, 33, GPU) == with_subgroups
+    assert attention_kernel(head_dim, 65, MINIMUM) == without_subgroups
+    assert attention_kernel(head_dim, 65, GPU) == with_subgroups
 
 
 def test_attention_of_few_rows_is_split():
-    assert attention_kernel(128, 1, GPU) == attention_kernel(128, 16, GPU) == "attend_split"
+    assert attention_kernel(128, 1, GPU) == attention_kernel(128, 64, GPU) == "attend_split"
     assert attention_kernel(128, 1, MINIMUM) == attention_kernel(96, 1, GPU) == "attend"  # it needs subgroups, and % 64
     assert attention_kernel(6, 1, GPU) == "attend_any"
 
 
-@pytest.mark.parametrize("m", [1, 33])
+@pytest.mark.parametrize(
+    "m, bucket, kernel",
+    [
+        (8, 8192, "attend_split"),
+        (16, 513, "attend_split"),
+        (16, 1537, "attend_int8"),
+        (32, 193, "attend_split"),
+        (32, 513, "attend_int8"),
+        (64, 65, "attend_split"),
+        (128, 1, "attend_split"),
+        (128, 65, "attend_int8"),
+        (256, 1, "attend_int8"),
+        (1024, 1, "attend_int8"),
+    ],
+)
+def test_attention_in_int8_by_rows_and_context(m, bucket, kernel):
+    assert attention_kernel(64, m, GPU, bucket=bucket, int8=True) == kernel
+
+
+def test_attention_in_int8_needs_its_heads_and_8_lanes():
+    kernels = [attention_kernel(d, 65, GPU, int8=True) for d in (32, 64, 96, 128, 256)]
+    assert kernels == ["attend_tile", "attend_int8", "attend_tile", "attend_int8", "attend_tile"]
+    assert attention_kernel(64, 65, replace(GPU, subgroup=4), int8=True) == "attend_tile"
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3, 8, 32])
+def test_splits_of_attention_in_int8(kv_heads):
+    """The same buffer holds them, whatever the rows; a long context of few rows has several, a prompt of many one."""
+    for m, bucket in product((2, 16, 32, 64, 128, 256, 512, 1024), (1, 513, 1537, 8192)):
+        shape = Attention(m, 4 * kv_heads, kv_heads, 64, bucket=bucket, int8=True)
+        splits = routes.in_splits(shape, GPU).splits
+        assert m * splits <= max(m, routes.MAX_SPLIT_ROWS) and (splits == 1 or m <= 256)
+    assert routes.in_splits(Attention(32, 32, 8, 64, bucket=8192, int8=True), GPU).splits == 16
+
+
+def test_plans_of_many_rows_do_not_depend_on_the_context():
+    prompt, turn = (Attention(m, 32, 8, 64, int8=True) for m in (512, 32))
+    assert not routes.depends_on_context(prompt, GPU) and routes.depends_on_context(turn, GPU)
+
+
+@pytest.mark.parametrize("m", [1, 65])
 def test_attention_of_many_heads_to_one_kv_head(m):
     """attend_split has a subgroup for each of 32 heads, attend_tile a row: more take a kernel without that limit."""
     assert attention_kernel(64, m, GPU, heads=32) in ("attend_split", "attend_tile")
@@ -167,28 +210,24 @@ def test_attention_of_many_heads_to_one_kv_head(m):
 
 def test_tiles_of_attention_stay_in_a_subgroup():
     """Rows of a head of 128 are shared by eight lanes: subgroups of four cannot hold them."""
-    assert attention_kernel(64, 33, replace(GPU, subgroup=4)) == "attend_tile"
-    assert attention_kernel(128, 33, replace(GPU, subgroup=4)) == "attend"
+    assert attention_kernel(64, 65, replace(GPU, subgroup=4)) == "attend_tile"
+    assert attention_kernel(128, 65, replace(GPU, subgroup=4)) == "attend"
 
 
 def test_attend_tile_fits_into_workgroup_memory():
-    small, large = (replace(GPU, shared_bytes=size, shader_f16=True) for size in (16384, 32768))
-    assert attention_kernel(128, 33, small) == attention_kernel(256, 33, large) == "attend_tile"
-    assert attention_kernel(256, 33, small) == "attend"
-    assert routes.int8_attention(64, small) and routes.int8_attention(256, large)
-    assert not routes.int8_attention(128, small)  # 17024 bytes
+    small, large = (replace(GPU, shared_bytes=size) for size in (16384, 32768))
+    assert attention_kernel(128, 65, small) == attention_kernel(256, 65, large) == "attend_tile"
+    assert attention_kernel(256, 65, small) == "attend"
+    assert attention_kernel(128, 65, small, int8=True) == "attend_tile"
+    assert attention_kernel(128, 65, large, int8=True) == "attend_int8"  # 31744 bytes
+    wide = select(routes.ATTEND, Attention(512, 32, 8, 128, int8=True), replace(GPU, shared_bytes=49152))
+    assert wide.consts["WORKGROUP"] == 256
 
 
 @pytest.mark.parametrize("head_dim, subgroup", list(product((64, 128, 192, 256), (4, 8, 32, 64))))
 def test_lanes_of_a_position_divide_head_and_subgroup(head_dim, subgroup):
     lanes = routes.position_lanes(head_dim, replace(GPU, subgroup=subgroup))["LANES_PER_POSITION"]
     assert head_dim % (8 * lanes) == 0 and subgroup % lanes == 0
-
-
-def test_int8_attention_needs_a_key_in_a_subgroup():
-    able = replace(GPU, shader_f16=True)
-    assert [routes.int8_attention(d, able) for d in (32, 64, 96, 128, 256)] == [True, True, False, True, True]
-    assert not routes.int8_attention(128, replace(able, subgroup=8)) and not routes.int8_attention(64, GPU)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 8, 32])

@@ -4,10 +4,10 @@
 // rows, HEAD_DIM / OWNERS dimensions each, in registers. Keys and values pass through workgroup memory in kv tiles of
 // KV_TILE positions. Scores are summed over the owners so that each owner ends up with some scores of one row; it takes
 // their exponentials and broadcasts them to the other owners.
-// The score part decides in which types products are computed. Sums of more than KV_TILE products and the online
-// softmax are f32. The causal bound is per tile. Writes f32, or int8 blocks with INT8.
+// All arithmetic is f32; attend_int8 is faster where int8 will do. The causal bound is per tile. Writes f32, or int8 blocks
+// with INT8.
 // Needs OWNERS 4 or 8, HEAD_DIM % (8 * OWNERS) == 0, KV_TILE % 8 == 0, HEADS_PER_KV <= 2 * WORKGROUP / OWNERS.
-// Parts: score_*, f16, kv8_*, int8_block_*.
+// Parts: f16, kv8_*, int8_block_*.
 struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
 struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -27,11 +27,16 @@ const HEAD_VEC4: u32 = HEAD_DIM / 4u;
 const HEAD_VEC8: u32 = HEAD_DIM / 8u;
 const OWN_VEC4: u32 = 2u * HEAD_VEC8 / OWNERS;  // vec4s of dimensions that an invocation owns, in runs of 8: run own + OWNERS * j
 const LOADS: u32 = (KV_TILE * HEAD_VEC8 + WORKGROUP - 1u) / WORKGROUP;  // runs of 8 dimensions that an invocation stages
+alias Part = array<vec4<f32>, OWN_VEC4>;  // an owner's part of a row
 struct QueryRow { first4: u32, begin: u32, end: u32, live: bool }  // first vec4 in x and y; the positions that it sees; whether it exists
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [m, HEADS, HEAD_DIM] f32 or int8 blocks
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;  // q [m, HEADS, HEAD_DIM]
 @group(0) @binding(8) var<uniform> step: Step;
-var<workgroup> values: array<Value4, KV_TILE * HEAD_VEC4>;
+var<workgroup> keys: array<vec4<f32>, KV_TILE * HEAD_VEC4>;
+var<workgroup> values: array<vec4<f32>, KV_TILE * HEAD_VEC4>;
+// The vec4 of the head that is the owner's vec4 i. Four of eight owners begin with the second vec4 of a run, so that all eight
+// read different banks.
+fn vec4_of(i: u32, own: u32) -> u32 { return 2u * (own + OWNERS * (i / 2u)) + (i + own / 4u) % 2u; }
 fn row_of(row: u32, kv_head: u32, token0: u32, segment: vec4<u32>, position: u32) -> QueryRow {
   let token = token0 + row % TOKENS;
   let head = kv_head * HEADS_PER_KV + min(row / TOKENS, HEADS_PER_KV - 1u);
@@ -40,17 +45,21 @@ fn row_of(row: u32, kv_head: u32, token0: u32, segment: vec4<u32>, position: u32
   return QueryRow(((segment.x + min(token, segment.y - 1u)) * HEADS + head) * HEAD_VEC4, begin, end, row < TOKENS * HEADS_PER_KV && token < segment.y);
 }
 fn cache_index(base: u32, p0: u32, tile_end: u32, i: u32) -> u32 { return (base + min(p0 + i / HEAD_VEC8, tile_end - 1u)) * HEAD_VEC8 + i % HEAD_VEC8; }
-fn score(q: ptr<function, Query>, r: ptr<function, Query>, tile_position: u32, own: u32) -> Sum {
-  let sums = products(q, r, tile_position, own);  // the owner's share of both rows' scores
+fn score(q: ptr<function, Part>, r: ptr<function, Part>, tile_position: u32, own: u32) -> f32 {
+  var sums = vec2<f32>();  // the owner's share of both rows' scores
+  for (var i = 0u; i < OWN_VEC4; i++) {
+    let k = keys[tile_position * HEAD_VEC4 + vec4_of(i, own)];
+    sums += vec2<f32>(dot((*q)[i], k), dot((*r)[i], k));
+  }
   let second = own % 2u == 1u;
   return select(sums.x, sums.y, second) + subgroupShuffleXor(select(sums.y, sums.x, second), 1u);
 }
-fn scores(q: ptr<function, Query>, r: ptr<function, Query>, tile_position: u32, own: u32) -> vec4<Sum> {
-  return vec4<Sum>(score(q, r, tile_position, own), score(q, r, tile_position + 1u, own),
+fn scores(q: ptr<function, Part>, r: ptr<function, Part>, tile_position: u32, own: u32) -> vec4<f32> {
+  return vec4<f32>(score(q, r, tile_position, own), score(q, r, tile_position + 1u, own),
                    score(q, r, tile_position + 2u, own), score(q, r, tile_position + 3u, own));
 }
 fn max4(v: vec4<f32>) -> f32 { return max(max(v.x, v.y), max(v.z, v.w)); }
-fn store_row(row: QueryRow, out: ptr<function, array<vec4<f32>, OWN_VEC4>>, total: f32, own: u32, index: u32) {
+fn store_row(row: QueryRow, out: ptr<function, Part>, total: f32, own: u32, index: u32) {
   for (var i = 0u; i < OWN_VEC4; i += 2u) {
     let other = vec4_of(i, own) % 2u == 1u;  // the vec4s of the run are in reverse order
     let a = select((*out)[i], (*out)[i + 1u], other) / total;
@@ -83,8 +92,10 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let row1 = row_of(index / OWNERS * 2u + 1u, workgroup.x, token0, segment, position);
   let begin = select(row0.begin, row1.begin, second);
   let seen = select(row0.end, row1.end, second) - begin;
-  var y0: array<vec4<f32>, OWN_VEC4>;
-  var y1: array<vec4<f32>, OWN_VEC4>;
+  var q0: Part;
+  var q1: Part;
+  var y0 = Part();
+  var y1 = Part();
   let base = (segment.z * KV_HEADS + workgroup.x) * step.capacity;
   let tile_end = position + min(token0 + TOKENS, segment.y);  // one past the last position that the tile's last token sees
   let first_token_end = position + token0 + 1u;  // one past the last position that the tile's first token sees
@@ -98,22 +109,20 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     next_k[i] = key8(cached);
     next_v[i] = value8(cached);
   }
-  smooth_keys(&next_k, index);
   let scale = SCALE * 1.4426950408889634;  // log2(e): exponentials are taken with exp2
   for (var i = 0u; i < OWN_VEC4; i++) {
-    y0[i] = x[row0.first4 + vec4_of(i, own)] * scale;
-    y1[i] = x[row1.first4 + vec4_of(i, own)] * scale;
+    q0[i] = x[row0.first4 + vec4_of(i, own)] * scale;
+    q1[i] = x[row1.first4 + vec4_of(i, own)] * scale;
   }
-  var q0 = query(&y0, own);
-  var q1 = query(&y1, own);
-  let query_scale = select(q0.query_scale, q1.query_scale, second);
-  for (var i = 0u; i < OWN_VEC4; i++) { y0[i] = vec4<f32>(); y1[i] = vec4<f32>(); }
   for (var p0 = first; p0 < tile_end; p0 += KV_TILE) {
     for (var i = 0u; i < LOADS; i++) {
       let n = index + i * WORKGROUP;
+      let k = widen(next_k[i]);
       let v = widen(next_v[i]);
-      stage_key(n, widen(next_k[i]));
-      if (KV_TILE * HEAD_VEC8 % WORKGROUP == 0u || n < KV_TILE * HEAD_VEC8) { values[2u * n] = Value4(v[0]); values[2u * n + 1u] = Value4(v[1]); }
+      if (KV_TILE * HEAD_VEC8 % WORKGROUP == 0u || n < KV_TILE * HEAD_VEC8) {
+        keys[2u * n] = k[0]; keys[2u * n + 1u] = k[1];
+        values[2u * n] = v[0]; values[2u * n + 1u] = v[1];
+      }
     }
     workgroupBarrier();
     for (var i = 0u; i < LOADS; i++) {
@@ -129,13 +138,12 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
       let high = scores(&q0, &q1, 8u * j + 4u, own);
       var sum = select(low, high, upper) + subgroupShuffleXor(select(high, low, upper), 2u);
       if (OWNERS == 8u) { sum += subgroupShuffleXor(sum, 4u); }
-      var s = scale_scores(sum, query_scale, 8u * j + 2u * (own & 2u));
       if (edge) {
         let since_begin = vec4<u32>(p0 + 8u * j + 2u * (own & 2u) - begin) + vec4<u32>(0u, 1u, 2u, 3u);  // wraps around before begin
-        s = select(vec4<f32>(-1e30), s, since_begin < vec4<u32>(seen));
+        sum = select(vec4<f32>(-1e30), sum, since_begin < vec4<u32>(seen));
       }
-      e[j] = s;
-      new_top = max(new_top, max4(s));
+      e[j] = sum;
+      new_top = max(new_top, max4(sum));
     }
     new_top = max(new_top, subgroupShuffleXor(new_top, 2u));
     let rescale = exp2(top - new_top);
@@ -148,31 +156,24 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     let rescale0 = subgroupShuffle(rescale, first_lane);
     let rescale1 = subgroupShuffle(rescale, first_lane + 1u);
-    var sum: Rows;  // over the kv tile's values
     for (var i = 0u; i < OWN_VEC4; i++) {
       y0[i] *= rescale0;
       y1[i] *= rescale1;
-      sum.a[i] = begin_sum(y0[i]);
-      sum.b[i] = begin_sum(y1[i]);
     }
     for (var j = 0u; j < KV_TILE / 8u; j++) {
-      let a = broadcast_weights(e[j], first_lane);      let b = broadcast_weights(e[j], first_lane + 1u);
-      let c = broadcast_weights(e[j], first_lane + 2u); let d = broadcast_weights(e[j], first_lane + 3u);
+      let a = subgroupShuffle(e[j], first_lane);      let b = subgroupShuffle(e[j], first_lane + 1u);
+      let c = subgroupShuffle(e[j], first_lane + 2u); let d = subgroupShuffle(e[j], first_lane + 3u);
       for (var i = 0u; i < OWN_VEC4; i++) {
         let n = 8u * j * HEAD_VEC4 + vec4_of(i, own);
         let v0 = values[n];                  let v1 = values[n + HEAD_VEC4];
         let v2 = values[n + 2u * HEAD_VEC4]; let v3 = values[n + 3u * HEAD_VEC4];
         let v4 = values[n + 4u * HEAD_VEC4]; let v5 = values[n + 5u * HEAD_VEC4];
         let v6 = values[n + 6u * HEAD_VEC4]; let v7 = values[n + 7u * HEAD_VEC4];
-        sum.a[i] += a.x * v0; sum.a[i] += a.y * v1; sum.a[i] += a.z * v2; sum.a[i] += a.w * v3;
-        sum.a[i] += c.x * v4; sum.a[i] += c.y * v5; sum.a[i] += c.z * v6; sum.a[i] += c.w * v7;
-        sum.b[i] += b.x * v0; sum.b[i] += b.y * v1; sum.b[i] += b.z * v2; sum.b[i] += b.w * v3;
-        sum.b[i] += d.x * v4; sum.b[i] += d.y * v5; sum.b[i] += d.z * v6; sum.b[i] += d.w * v7;
+        y0[i] += a.x * v0; y0[i] += a.y * v1; y0[i] += a.z * v2; y0[i] += a.w * v3;
+        y0[i] += c.x * v4; y0[i] += c.y * v5; y0[i] += c.z * v6; y0[i] += c.w * v7;
+        y1[i] += b.x * v0; y1[i] += b.y * v1; y1[i] += b.z * v2; y1[i] += b.w * v3;
+        y1[i] += d.x * v4; y1[i] += d.y * v5; y1[i] += d.z * v6; y1[i] += d.w * v7;
       }
-    }
-    for (var i = 0u; i < OWN_VEC4; i++) {
-      y0[i] = end_sum(y0[i], sum.a[i]);
-      y1[i] = end_sum(y1[i], sum.b[i]);
     }
     workgroupBarrier();
   }

@@ -155,17 +155,16 @@ def attend_time(gpu: Gpu, watch: Stopwatch, name: str, m: int, position: int, ta
     caches = [(gpu.upload(k, "k"), gpu.upload(v, "v"))]
     caches += [(clone(gpu, caches[0][0]), clone(gpu, caches[0][1])) for _ in range(clone_count(gpu, 2 * k.nbytes))]
     shape = Attention(m, s.heads, s.kv_heads, s.head_dim, scale=s.head_dim**-0.5)
-    split = routes.select(table, shape, gpu.caps).kernel == "attend_split"
-    bucket = routes.context_bucket(position + 1) if split else 1
-    splits = routes.split_count(bucket, s.kv_heads, m) if split else 1
-    shape = replace(shape, splits=splits)
+    if table is routes.ATTEND:
+        shape = routes.in_splits(replace(shape, bucket=routes.context_bucket(position + 1)), gpu.caps)
+    splits = shape.splits
     qs, y, step = gpu.upload(q, "q"), gpu.zeros(q.nbytes, "y"), step_buffer(gpu, m, position, capacity)
     partial, stats = gpu.zeros(q.nbytes * splits, "partial"), gpu.zeros(m * s.heads * splits * 8 + 16, "stats")
-    make, mode = Ops(gpu, step), AttentionMode(kv_type, bucket=bucket)
+    make, mode = Ops(gpu, step), AttentionMode(kv_type)
     out = y if splits == 1 else partial
     merge = [make.attend_merge(shape, partial, stats, y, int8_out=False)] if splits > 1 else []
     units = [
-        [make.attend(shape, AttentionBuffers(qs, keys, values, out, stats), mode, table), *merge]
+        [*make.attend(shape, AttentionBuffers(qs, keys, values, out, stats), mode, table), *merge]
         for keys, values in caches
     ]
     ns = watch.repeated_ns(units, m, position)

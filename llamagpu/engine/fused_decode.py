@@ -199,7 +199,7 @@ class FusedDecode:
         shape, parts = attention_shape(c, 1), ("split_count_dynamic",)
         buffers = AttentionBuffers(between.q, keys, values, between.partial, between.stats)
         mode = AttentionMode(self.cache.kv_type)
-        attention = self.ops.attend(shape, buffers, mode, consts=splits | own, parts=parts)
+        [attention] = self.ops.attend(shape, buffers, mode, consts=splits | own, parts=parts)
         merge = PrologueSpec(Prologue.MERGE, {"stats": between.stats}, splits | {"HEAD_DIM": c.head_dim}, parts)
 
         def linear(

@@ -33,7 +33,7 @@ from llamagpu.engine.ops import (
     tagged,
 )
 from llamagpu.engine.options import Precision, Settings
-from llamagpu.engine.routes import Epilogue, Inputs, Prologue
+from llamagpu.engine.routes import Attention, Epilogue, Inputs, Prologue
 from llamagpu.engine.step_inputs import Segment, StepInputs
 from llamagpu.engine.weights import Layer, Matrix, Weights, in_order
 from llamagpu.files.config import ModelConfig
@@ -161,10 +161,14 @@ class Model(ABC):
     def _cached(self, key: PlanKey, build: Callable[[], list[Dispatch]]) -> Plan:
         if self._planned_for != self.cache.version:  # the KV cache has new buffers
             self.clear_plans()
+            self.cache_changed()
             self._planned_for = self.cache.version
         if key not in self.plans:
             self.plans[key] = Plan(build())
         return self.plans[key]
+
+    def cache_changed(self) -> None:  # noqa: B027
+        """The KV cache has grown: what has its size is allocated anew."""
 
     def score_buffer(self, values: int, label: str) -> Buffer:
         """f32 values that only a score plan needs."""
@@ -233,7 +237,8 @@ class BufferModel(Model):
         # with int8 blocks the f32 values are needed only where the attention kernel cannot write blocks
         f32_rows = rows if not (self.int8_decode and self.int8_prefill) else 1
         int8_rows = rows if self.int8_prefill else 1
-        attended = f32_rows if routes.attention_quantises(attention_shape(c, 1), gpu.caps) else rows
+        self.int8_kv = self._allocate_int8_kv()
+        attended = f32_rows if routes.attention_quantises(self.attention(1), gpu.caps) else rows
         widest = max(c.dim, c.q_width)
         # [m, dim] residual stream; fused decode: [layers + 1, dim] with cache-line padding
         self.x = gpu.zeros(max(rows * c.dim * 4, (c.layers + 1) * layer_stride(c.dim)), "x")
@@ -243,9 +248,9 @@ class BufferModel(Model):
         blocks = int8_rows * INT8_BLOCK_BYTES
         self.h_int8 = gpu.zeros(blocks * widest // 32, "h_int8")  # [m, dim/32] blocks: normalised, then attended
         self.act_int8 = gpu.zeros(blocks * c.ffn_dim // 32, "act_int8")  # [m, ffn/32] blocks
-        splits = c.heads * routes.MAX_SPLITS
-        self.partial = gpu.zeros(splits * c.head_dim * 4, "partial")  # [heads, splits, head_dim]
-        self.stats = gpu.zeros(splits * 8, "stats")  # [heads, splits] (top, total)
+        splits = c.heads * (routes.MAX_SPLIT_ROWS if self.int8_kv else routes.MAX_SPLITS)
+        self.partial = gpu.zeros(splits * c.head_dim * 4, "partial")  # [m, heads, splits, head_dim]
+        self.stats = gpu.zeros(splits * 8, "stats")  # [m, heads, splits] (top, total)
         separate = any(len(layer.gate_up) > 1 for layer in self.weights.layers)
         if largest := max(self._split_bytes(), default=0):
             self.ops.partial_sums(largest)
@@ -262,9 +267,21 @@ class BufferModel(Model):
                 splits = routes.select(routes.LINEAR, shape, self.gpu.caps).consts.get("GRID_SPLIT", 1)
                 yield 0 if splits == 1 else splits * width * shard.n * 4
 
+    def _allocate_int8_kv(self) -> Buffer | None:
+        """Keys and values of a layer for attend_int8, where it can run."""
+        shape, cache = attention_shape(self.config, 2, int8=self.int8_attention), self.cache
+        size = routes.int8_kv_bytes(shape, cache.slots, cache.capacity)
+        fits = routes.int8_attention(shape, self.gpu.caps) and size <= self.gpu.caps.binding_bytes
+        return self.gpu.zeros(size, "int8_kv") if fits else None
+
+    def cache_changed(self) -> None:
+        if self.int8_kv:
+            self.gpu.free(self.int8_kv)
+        self.int8_kv = self._allocate_int8_kv()
+
     def scratch(self) -> list[Bindable]:
         own: list[Bindable | None] = [self.x, self.h, self.q, self.act, self.h_int8, self.act_int8]
-        own += [self.partial, self.stats, self.up, self.hidden]
+        own += [self.partial, self.stats, self.up, self.hidden, self.int8_kv]
         fused = self.fused_decode.buffers() if self.fused_decode else []
         return [*super().scratch(), *(buffer for buffer in own if buffer is not None), *fused, *self.ops.scratch]
 
@@ -301,14 +318,15 @@ class BufferModel(Model):
         return min(self.chunk, routes.plan_width(rows, self.chunk))
 
     def context_bucket(self, width: int, position: int) -> int:
-        """The context bucket: all its positions have the same plan. 0 if attention is not split."""
-        if self.attention_kernel(width) != "attend_split" or (width == 1 and self.fused):
+        """The context bucket: all its positions have the same plan. 0 if attention is the same for all."""
+        if (width == 1 and self.fused) or not routes.depends_on_context(self.attention(width), self.gpu.caps):
             return 0
         window = self.config.sliding_window or position + 1
         return routes.context_bucket(min(position + 1, window))
 
-    def attention_kernel(self, m: int) -> str:
-        return routes.select(routes.ATTEND, attention_shape(self.config, m), self.gpu.caps).kernel
+    def attention(self, m: int, bucket: int = 1, segments: int = 1) -> Attention:
+        int8 = self.int8_attention and self.int8_kv is not None
+        return routes.in_splits(attention_shape(self.config, m, segments, max(1, bucket), int8), self.gpu.caps)
 
     def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]:
         m, head = key.segments, self.weights.output  # rows of the output head
@@ -390,16 +408,15 @@ class BufferModel(Model):
 
         The linear's kernel merges the splits of a long context where that is cheap, else a separate dispatch does.
         """
-        c, m, bucket = self.config, key.width, key.bucket
+        c, m = self.config, key.width
         inputs, h = self.inputs(m), self.normed(m)
-        int8, kernel = inputs is Inputs.INT8, self.attention_kernel(m)
-        splits = routes.split_count(bucket, c.kv_heads, m) if kernel == "attend_split" else 1
-        shape, output = attention_shape(c, m, splits, key.segments), ops.add(self.x, matrix)
+        shape, output = self.attention(m, key.bucket, key.segments), ops.add(self.x, matrix)
+        splits, int8 = shape.splits, inputs is Inputs.INT8
+        kernel = routes.select(routes.ATTEND, shape, self.gpu.caps).kernel
         quantises = int8 and kernel in routes.QUANTISING_ATTENTION
         out = self.partial if splits > 1 else h if quantises else self.h
-        buffers = AttentionBuffers(self.q, cache.keys, cache.values, out, self.stats)
-        mode = AttentionMode(self.cache.kv_type, int8, self.int8_attention, max(1, bucket))
-        attention = tagged([self.ops.attend(shape, buffers, mode)], "attention", i)
+        buffers = AttentionBuffers(self.q, cache.keys, cache.values, out, self.stats, self.int8_kv)
+        attention = tagged(self.ops.attend(shape, buffers, AttentionMode(self.cache.kv_type, int8)), "attention", i)
         if splits > 1 and int8 and m == 1 and routes.merge_in_linear(c.q_width, splits):
             consts: Consts = {"HEAD_DIM": c.head_dim, "SPLITS": splits}
             prologue = PrologueSpec(Prologue.MERGE, {"stats": self.stats}, consts, ("split_count_fixed",))

@@ -60,14 +60,13 @@ class AttentionBuffers:
     values: AnyBuffer
     out: Bindable  # [m, heads, head_dim] f32 or int8 blocks, or partial sums of splits
     stats: AnyBuffer | None = None  # [m, heads, splits] (top, total): softmax statistics of splits
+    int8_kv: AnyBuffer | None = None  # keys and values that quantise_kv leaves for attend_int8
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMode:
     kv_type: KvType
     int8_out: bool = False  # write int8 blocks, where the kernel can
-    int8_attention: bool = False  # many tokens: multiply in int8 and f16, where the adapter can
-    bucket: int = 1  # context bucket, see routes.CONTEXT_BUCKETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +133,9 @@ def head_consts(shape: ModelConfig | Attention) -> Consts:
     return {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim}
 
 
-def attention_shape(config: ModelConfig, m: int, splits: int = 1, segments: int = 1) -> Attention:
+def attention_shape(config: ModelConfig, m: int, segments: int = 1, bucket: int = 1, int8: bool = False) -> Attention:
     c = config
-    return Attention(m, c.heads, c.kv_heads, c.head_dim, c.sliding_window, c.attn_scale, splits, segments)
+    return Attention(m, c.heads, c.kv_heads, c.head_dim, c.sliding_window, c.attn_scale, 1, segments, bucket, int8)
 
 
 class Ops:
@@ -161,7 +160,6 @@ class Ops:
         prologue: Prologue = Prologue.NONE,
         epilogue: Epilogue | None = None,
         kv_type: KvType = KvType.F32,
-        int8_scores: bool = False,
     ) -> tuple[str, ...]:
         """The files of a route's kernel parts, in the order of composition."""
         caps = self.gpu.caps
@@ -190,8 +188,6 @@ class Ops:
                 names.append("broadcast_subgroup" if one_subgroup else "broadcast_plain")
             elif role is Role.TURN:
                 names.append("turn_row" if caps.measured_barrier else "turn_uniform")
-            elif role is Role.SCORE:
-                names.insert(0, "score_int8" if int8_scores else "score_f32")  # `enable f16;` must come first
             elif role in (Role.KV4, Role.KV8):
                 names.append(f"{role}_{kv_type}")
         return tuple(dict.fromkeys(names))
@@ -418,8 +414,8 @@ class Ops:
         table: Table[Attention] = routes.ATTEND,
         consts: Consts | None = None,
         parts: tuple[str, ...] = (),
-    ) -> Dispatch:
-        """Attention of shape.m token rows. attend_split may leave shape.splits partial results for attend_merge.
+    ) -> list[Dispatch]:
+        """Attention of shape.m token rows. It leaves shape.splits partial results for attend_merge.
 
         `consts` and `parts` are additions of a fused kernel.
         """
@@ -427,22 +423,37 @@ class Ops:
         route = routes.select(table, shape, caps)
         settings = head_consts(shape) | {"WINDOW": shape.window, "SCALE": shape.scale} | self.tuning(route)
         bindings: dict[str, Bindable] = {"x": buffers.q, "y": buffers.out}
-        bindings |= {"k_cache": buffers.keys, "v_cache": buffers.values}
-        int8 = mode.int8_attention and routes.int8_attention(shape.head_dim, caps)
+        caches: dict[str, Bindable] = {"k_cache": buffers.keys, "v_cache": buffers.values}
         owners: dict[str, int] = {}
+        before: list[Dispatch] = []
         if route.kernel == "attend_tile":
-            owners = {"OWNERS": routes.tile_owners(shape.head_dim, int8)}
-            settings |= owners | {"KV_TILE": routes.kv_tile(int8), "INT8": mode.int8_out}
-            settings["ONE_SEGMENT"] = shape.segments == 1
-        if route.kernel == "attend_split":
-            subgroups = routes.subgroups_per_head(shape.heads_per_kv, shape.head_dim, mode.bucket, caps)
-            settings |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": subgroups, "INT8": mode.int8_out}
-            settings |= routes.position_lanes(shape.head_dim, caps)
-            assert buffers.stats is not None, "attend_split leaves statistics"
+            owners = {"OWNERS": routes.tile_owners(shape.head_dim)}
+            settings |= owners | {"INT8": mode.int8_out, "ONE_SEGMENT": shape.segments == 1}
+        if route.kernel in ("attend_split", "attend_int8"):
+            assert buffers.stats is not None, f"{route.kernel} leaves statistics"
             bindings["stats"] = buffers.stats
-        files = self.parts(route, kv_type=mode.kv_type, int8_scores=int8)
+            settings["INT8"] = mode.int8_out
+        if route.kernel == "attend_split":
+            subgroups = routes.subgroups_per_head(shape.heads_per_kv, shape.head_dim, shape.bucket, caps)
+            settings |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": subgroups}
+            settings |= routes.position_lanes(shape.head_dim, caps)
+        if route.kernel == "attend_int8":
+            assert buffers.int8_kv is not None, "attend_int8 reads what quantise_kv leaves"
+            settings |= {"SPLITS": shape.splits, "ONE_SEGMENT": shape.segments == 1}
+            before = [self._quantise_kv(shape, caches, buffers.int8_kv, mode)]
+            caches = {"kv": buffers.int8_kv}
+        files = self.parts(route, kv_type=mode.kv_type)
         grid = self.grid(route, shape, shape.m, owners)
-        return self._dispatch(route, (*files, *parts), settings | (consts or {}), bindings, grid, shape)
+        settings |= consts or {}
+        return [*before, self._dispatch(route, (*files, *parts), settings, bindings | caches, grid, shape)]
+
+    def _quantise_kv(
+        self, shape: Attention, caches: dict[str, Bindable], y: AnyBuffer, mode: AttentionMode
+    ) -> Dispatch:
+        route = routes.QUANTISE_KV
+        consts: Consts = {"KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim, "WINDOW": shape.window}
+        files, grid = self.parts(route, kv_type=mode.kv_type), self.grid(route, shape, shape.m)
+        return self._dispatch(route, files, consts, caches | {"y": y}, grid, shape)
 
     def attend_merge(
         self, shape: Attention, partial_sums: AnyBuffer, stats: AnyBuffer, y: AnyBuffer, int8_out: bool

@@ -4,7 +4,7 @@ A table is read from the top. The first row that fits wins, and the last row fit
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Generic, TypeVar
 
@@ -67,7 +67,6 @@ class Role(StrEnum):
     RESIDUAL = "residual"  # the residual stream, with what is still to be added to it
     TEXTURE = "texture"  # weights in a texture
     BROADCAST = "broadcast"  # texels that all lanes need
-    SCORE = "score"  # arithmetic of attend_tile
     TURN = "turn"  # the rows that a workgroup takes in turn
     KV4 = "kv4"  # the KV cache, 4 dimensions at a time
     KV8 = "kv8"  # the KV cache, 8 dimensions at a time
@@ -97,8 +96,10 @@ class Attention:
     head_dim: int
     window: int = 0  # a token sees the last `window` positions, its own included; 0: all
     scale: float = 1.0
-    splits: int = 1  # pieces of the context that attend_split computes separately
+    splits: int = 1  # pieces of the context that are computed separately
     segments: int = 1  # sequences that the rows belong to
+    bucket: int = 1  # context bucket, see CONTEXT_BUCKETS
+    int8: bool = False  # many rows may multiply in int8
 
     @property
     def heads_per_kv(self) -> int:
@@ -173,6 +174,15 @@ def row_pair_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) ->
 def query_tile_grid(s: Attention, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
     tokens = 2 * c["WORKGROUP"] // c["OWNERS"] // s.heads_per_kv
     return s.kv_heads, -(-rows // tokens), s.segments
+
+
+def int8_tile_grid(s: Attention, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    return s.kv_heads, -(-rows // int8_tokens(s, c)) * s.splits, s.segments
+
+
+def int8_tokens(s: Attention, c: Consts) -> int:
+    """Tokens of a workgroup of attend_int8, which has a row for each of them in every query head of a KV head."""
+    return c["WORKGROUP"] // 2 // s.heads_per_kv
 
 
 def row_blocks_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
@@ -558,33 +568,69 @@ EMBED: Table[Linear] = (
 
 # Attention
 
+FEW_SCORES = 12288  # rows x positions below which attend_split is the fastest, see split_rows_fit
+
 
 def split_rows_fit(s: Attention, c: Caps) -> bool:
-    """Whether each query head of a KV head gets a subgroup of attend_split."""
+    """Whether each query head of a KV head gets a subgroup of attend_split, and no tile is faster.
+
+    attend_split reads keys and values again for each row. On an H200 (2026-11-16), Llama 1B, us for a layer, against
+    attend_int8: 32 rows at a depth of 0 4 : 10, of 1024 32 : 21, of 4096 97 : 41; 128 rows at 0 12 : 14. Without int8
+    it is the faster one up to 64 rows.
+    """
     subgroups = c.subgroup >= 4 and s.heads_per_kv * c.subgroup <= c.invocations
-    return s.m <= GEMV_WIDTHS[-1] and s.head_dim % 64 == 0 and subgroups
+    always = GEMV_WIDTHS[-2] if int8_attention(s, c) else GEMM_WIDTHS[1]
+    few = s.m <= always or s.m * (s.bucket + s.m // 2) <= FEW_SCORES
+    return few and s.head_dim % 64 == 0 and subgroups
 
 
 def tile_rows_fit(s: Attention, c: Caps) -> bool:
     """Whether attend_tile fits: its workgroups have at least 32 rows, which hold a token of each query head."""
-    dims = s.head_dim in range(32, 257, 32) and tile_bytes(s.head_dim, False) <= c.shared_bytes
-    return s.m > GEMV_WIDTHS[-1] and dims and c.subgroup >= tile_owners(s.head_dim, False) and s.heads_per_kv <= 32
+    dims = s.head_dim in range(32, 257, 32) and tile_bytes(s.head_dim) <= c.shared_bytes
+    return s.m > GEMV_WIDTHS[-1] and dims and c.subgroup >= tile_owners(s.head_dim) and s.heads_per_kv <= 32
+
+
+def int8_attention(s: Attention, c: Caps, workgroup: int = 128) -> bool:
+    """Whether attend_int8 may and can run: workgroups have a row for each query head of a KV head."""
+    heads = s.head_dim in (64, 128) and s.heads_per_kv <= workgroup // 2
+    return s.int8 and s.m > 1 and heads and c.subgroup >= 8 and int8_tile_bytes(s.head_dim, workgroup) <= c.shared_bytes
+
+
+def large_int8_tiles(s: Attention, c: Caps) -> bool:
+    """Whether attend_int8 has enough rows for large tiles: 16 % faster with heads of 128 on an H200, slower with 64."""
+    return s.head_dim == 128 and s.m > GEMM_WIDTHS[-1] and int8_attention(s, c, 256)
 
 
 ATTEND: Table[Attention] = (
     Route(
         "attend_split",
         split_rows_fit,
-        f"m <= {GEMV_WIDTHS[-1]}, head_dim % 64 = 0, a subgroup for each head of a KV head",
+        "few rows or positions, head_dim % 64 = 0, a subgroup for each head of a KV head",
         lambda s, c, caps, rows, position: (s.kv_heads, s.splits, rows),
         (Role.KV8, Role.INT8_BLOCK),
+    ),
+    Route(
+        "attend_int8",
+        large_int8_tiles,
+        f"m > {GEMM_WIDTHS[-1]}, int8 will do, head_dim 128, subgroups of 8, 128 heads to a KV head",
+        int8_tile_grid,
+        (Role.INT8_BLOCK,),
+        {"WORKGROUP": 256},
+    ),
+    Route(
+        "attend_int8",
+        int8_attention,
+        "m > 1, int8 will do, head_dim 64 or 128, subgroups of 8, 64 heads to a KV head",
+        int8_tile_grid,
+        (Role.INT8_BLOCK,),
+        {"WORKGROUP": 128},
     ),
     Route(
         "attend_tile",
         tile_rows_fit,
         f"m > {GEMV_WIDTHS[-1]}, head_dim % 32 = 0, <= 256, subgroups of 4 (over 64: of 8), 32 heads to a KV head",
         query_tile_grid,
-        (Role.SCORE, Role.KV8, Role.INT8_BLOCK),
+        (Role.KV8, Role.INT8_BLOCK),
     ),
     Route(
         "attend",
@@ -601,43 +647,50 @@ ATTEND: Table[Attention] = (
         (Role.KV4,),
     ),
 )
-QUANTISING_ATTENTION = ("attend_split", "attend_tile")  # these can write int8 blocks themselves
+QUANTISE_KV: Route[Attention] = Route(
+    "quantise_kv",
+    int8_attention,
+    "as attend_int8",
+    lambda s, c, caps, rows, position: (s.kv_heads, -(-(position + rows) // c["KV_TILE"]), s.segments),
+    (Role.KV8, Role.INT8_BLOCK),
+)
+QUANTISING_ATTENTION = ("attend_split", "attend_int8", "attend_tile")  # these can write int8 blocks themselves
 
 
 def attention_quantises(s: Attention, caps: Caps) -> bool:
     """Whether attention writes int8 blocks for any number of token rows: then its f32 results are not needed."""
-    shapes = (Attention(m, s.heads, s.kv_heads, s.head_dim) for m in (1, GEMV_WIDTHS[-1], GEMV_WIDTHS[-1] + 1))
+    widths = (1, *GEMV_WIDTHS, *GEMM_WIDTHS, 2 * GEMM_WIDTHS[-1])
+    shapes = (replace(s, m=m, bucket=bucket) for m in widths for bucket, _, _ in CONTEXT_BUCKETS)
     return all(select(ATTEND, shape, caps).kernel in QUANTISING_ATTENTION for shape in shapes)
 
 
-def tile_owners(head_dim: int, int8: bool) -> int:
+def tile_owners(head_dim: int) -> int:
     """Invocations that share two rows of attend_tile, so that the rows stay in registers."""
-    return 8 if head_dim > (128 if int8 else 64) and head_dim % 64 == 0 else 4
+    return 8 if head_dim > 64 and head_dim % 64 == 0 else 4
 
 
-def kv_tile(int8: bool) -> int:
-    """Positions whose keys and values attend_tile has in workgroup memory: the faster of 16 and 32 on an H200."""
-    return 32 if int8 else 16
+def tile_bytes(head_dim: int) -> int:
+    """Workgroup memory of attend_tile: keys and values as f32."""
+    return constants("attend_tile")["KV_TILE"] * head_dim * 8
 
 
-def tile_bytes(head_dim: int, int8: bool) -> int:
-    """Workgroup memory of attend_tile: keys and values as f32; or keys as int8 with a scale, values as f16, the largest
-    keys that each invocation saw, and factors of the queries."""
-    if not int8:
-        return kv_tile(False) * head_dim * 8
-    return kv_tile(True) * (3 * head_dim + 4) + 32 * constants("attend_tile")["WORKGROUP"] + 4 * head_dim
+def int8_tile_bytes(head_dim: int, workgroup: int) -> int:
+    """Workgroup memory of attend_int8: a kv tile with its scales, queries, weights and their factors."""
+    rows = workgroup // 2
+    return 128 * head_dim + 512 + head_dim * (rows + 2) + 64 * (rows + 4) + 32 * rows
 
 
-def int8_attention(head_dim: int, caps: Caps) -> bool:
-    """Whether attend_tile can multiply in int8 and f16."""
-    fits = tile_bytes(head_dim, True) <= caps.shared_bytes
-    return fits and caps.shader_f16 and head_dim in (32, 64, 128, 256) and caps.subgroup >= head_dim // 8
+def int8_kv_bytes(s: Attention, slots: int, capacity: int) -> int:
+    """What quantise_kv writes: records of 64 positions."""
+    record = 8 * s.head_dim + 32 + s.head_dim // 2
+    return slots * s.kv_heads * -(-capacity // constants("quantise_kv")["KV_TILE"]) * record * 16
 
 
 # attend_split by the positions that it looks back over: (from, splits at most, subgroups per head at most). Whole
 # tokens of four models were timed with 20 settings each at 16 to 2048 positions on an H200 (2026-11-15).
 CONTEXT_BUCKETS = ((1, 4, 2), (65, 4, 4), (193, 8, 4), (513, 16, 8), (1537, 32, 8), (8192, 64, 8))
 MAX_SPLITS = 64
+MAX_SPLIT_ROWS = 512  # rows x splits of attend_int8, for which there is memory
 
 
 def context_bucket(positions: int) -> int:
@@ -647,10 +700,33 @@ def context_bucket(positions: int) -> int:
 
 def split_count(bucket: int, kv_heads: int, m: int = 1) -> int:
     """The splits of the context in attend_split: at most as many as give 128 workgroups, 256 for the longest context;
-    for m tokens proportionally fewer."""
+    for m tokens proportionally fewer, and none where the tokens alone give 128."""
     most = next(splits for first, splits, _ in CONTEXT_BUCKETS if first == bucket)
     enough = max(2, 1 << max(0, (128 // kv_heads - 1).bit_length())) * (2 if bucket >= 8192 else 1)
-    return max(1, min(most, enough) // m)
+    return max(1, min(most, enough) // m) if m * kv_heads < 128 else 1
+
+
+def int8_split_count(s: Attention, caps: Caps) -> int:
+    """The splits of the context in attend_int8: a power of two, up to 256 workgroups, at least 4 kv tiles each."""
+    workgroups = s.kv_heads * -(-s.m // int8_tokens(s, select(ATTEND, s, caps).consts))
+    most = min(256 // workgroups, (s.bucket + s.m) // 256, MAX_SPLIT_ROWS // s.m)
+    merges = s.m * s.heads * s.head_dim // 32 <= caps.workgroups
+    return 1 << (most.bit_length() - 1) if most > 1 and merges else 1
+
+
+def in_splits(s: Attention, caps: Caps) -> Attention:
+    """The shape with the splits that its kernel takes."""
+    kernel = select(ATTEND, s, caps).kernel
+    if kernel == "attend_split":
+        return replace(s, splits=split_count(s.bucket, s.kv_heads, s.m))
+    return replace(s, splits=int8_split_count(s, caps)) if kernel == "attend_int8" else s
+
+
+def depends_on_context(s: Attention, caps: Caps) -> bool:
+    """Whether the dispatches of a step differ between context buckets."""
+    near, far = (in_splits(replace(s, bucket=CONTEXT_BUCKETS[i][0]), caps) for i in (0, -1))
+    kernels = {select(ATTEND, shape, caps).kernel for shape in (near, far)}
+    return "attend_split" in kernels or near.splits != far.splits
 
 
 def position_lanes(head_dim: int, caps: Caps) -> dict[str, int]:
