@@ -367,7 +367,7 @@ F32_TILES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], ...
         {"TILE_M": 128, "TILE_N": 64, "TILE_K": 32, "WORKGROUP": 128, "SIDE": 8},
     ),
     (
-        "192 tiles of 64 x 64",
+        "192 tiles of 64 x 64, or less than 24 KiB of workgroup memory",
         lambda s, c: (tile_count(s, 64, 64) >= 192 and s.m > 32) or c.shared_bytes < 24576,
         {"TILE_M": 64, "TILE_N": 64, "TILE_K": 16, "WORKGROUP": 128, "SIDE": 8},
     ),
