@@ -568,7 +568,10 @@ EMBED: Table[Linear] = (
 
 # Attention
 
-FEW_SCORES = 12288  # rows x positions below which attend_split is the fastest, see split_rows_fit
+SPLIT_ROWS, SPLIT_ROWS_F32 = 8, 64  # up to so many rows attend_split runs at any depth, with int8 and without
+FEW_SCORES = 12288  # rows x positions up to which it is the fastest for more rows, too
+TILE_ROWS = 17  # fewest rows of attend_tile
+LARGE_TILE_ROWS = 257  # fewest rows of attend_int8's large tiles
 
 
 def split_rows_fit(s: Attention, c: Caps) -> bool:
@@ -579,7 +582,7 @@ def split_rows_fit(s: Attention, c: Caps) -> bool:
     it is the faster one up to 64 rows.
     """
     subgroups = c.subgroup >= 4 and s.heads_per_kv * c.subgroup <= c.invocations
-    always = GEMV_WIDTHS[-2] if int8_attention(s, c) else GEMM_WIDTHS[1]
+    always = SPLIT_ROWS if int8_attention(s, c) else SPLIT_ROWS_F32
     few = s.m <= always or s.m * (s.bucket + s.m // 2) <= FEW_SCORES
     return few and s.head_dim % 64 == 0 and subgroups
 
@@ -587,7 +590,7 @@ def split_rows_fit(s: Attention, c: Caps) -> bool:
 def tile_rows_fit(s: Attention, c: Caps) -> bool:
     """Whether attend_tile fits: its workgroups have at least 32 rows, which hold a token of each query head."""
     dims = s.head_dim in range(32, 257, 32) and tile_bytes(s.head_dim) <= c.shared_bytes
-    return s.m > GEMV_WIDTHS[-1] and dims and c.subgroup >= tile_owners(s.head_dim) and s.heads_per_kv <= 32
+    return s.m >= TILE_ROWS and dims and c.subgroup >= tile_owners(s.head_dim) and s.heads_per_kv <= 32
 
 
 def int8_attention(s: Attention, c: Caps, workgroup: int = 128) -> bool:
@@ -598,7 +601,7 @@ def int8_attention(s: Attention, c: Caps, workgroup: int = 128) -> bool:
 
 def large_int8_tiles(s: Attention, c: Caps) -> bool:
     """Whether attend_int8 has enough rows for large tiles: 16 % faster with heads of 128 on an H200, slower with 64."""
-    return s.head_dim == 128 and s.m > GEMM_WIDTHS[-1] and int8_attention(s, c, 256)
+    return s.head_dim == 128 and s.m >= LARGE_TILE_ROWS and int8_attention(s, c, 256)
 
 
 ATTEND: Table[Attention] = (
@@ -612,7 +615,7 @@ ATTEND: Table[Attention] = (
     Route(
         "attend_int8",
         large_int8_tiles,
-        f"m > {GEMM_WIDTHS[-1]}, int8 will do, head_dim 128, subgroups of 8, 128 heads to a KV head",
+        f"m >= {LARGE_TILE_ROWS}, int8 will do, head_dim 128, subgroups of 8, 128 heads to a KV head",
         int8_tile_grid,
         (Role.INT8_BLOCK,),
         {"WORKGROUP": 256},
@@ -628,7 +631,7 @@ ATTEND: Table[Attention] = (
     Route(
         "attend_tile",
         tile_rows_fit,
-        f"m > {GEMV_WIDTHS[-1]}, head_dim % 32 = 0, <= 256, subgroups of 4 (over 64: of 8), 32 heads to a KV head",
+        f"m >= {TILE_ROWS}, head_dim % 32 = 0, <= 256, subgroups of 4 (over 64: of 8), 32 heads to a KV head",
         query_tile_grid,
         (Role.KV8, Role.INT8_BLOCK),
     ),
@@ -659,7 +662,7 @@ QUANTISING_ATTENTION = ("attend_split", "attend_int8", "attend_tile")  # these c
 
 def attention_quantises(s: Attention, caps: Caps) -> bool:
     """Whether attention writes int8 blocks for any number of token rows: then its f32 results are not needed."""
-    widths = (1, *GEMV_WIDTHS, *GEMM_WIDTHS, 2 * GEMM_WIDTHS[-1])
+    widths = (1, 2, SPLIT_ROWS + 1, TILE_ROWS, SPLIT_ROWS_F32 + 1, LARGE_TILE_ROWS)
     shapes = (replace(s, m=m, bucket=bucket) for m in widths for bucket, _, _ in CONTEXT_BUCKETS)
     return all(select(ATTEND, shape, caps).kernel in QUANTISING_ATTENTION for shape in shapes)
 
