@@ -74,8 +74,8 @@ def missing(features: Collection[str], limits: Mapping[str, int]) -> str:
     if short := below_minimum(limits):
         return f"cannot be used: {short}"
     if "subgroup" not in features:
-        return "no subgroups: attend_split, attend_tile and fused decode do not run"
-    return "" if "shader-f16" in features else "no shader-f16: attention in int8 does not run"
+        return "no subgroups: attend_split, attend_tile, attend_int8 and fused decode do not run"
+    return ""
 
 
 def reason(adapter_type: str, wanted: str | None) -> str:

@@ -197,7 +197,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let seen_end = segment.w + token + 1u;
   let begin = select(vec4<u32>(), seen_end - min(vec4<u32>(WINDOW), seen_end), vec4<bool>(WINDOW > 0u));
   let seen = seen_end - begin;  // positions that the row sees, from begin on
-  let live = row < vec4<u32>(TOKENS * HEADS_PER_KV) & token < vec4<u32>(segment.y);
+  let live = (row < vec4<u32>(TOKENS * HEADS_PER_KV)) & (token < vec4<u32>(segment.y));
   let query_scale = vec4<f32>(stage_query(first4.x, row.x, roots, tx), stage_query(first4.y, row.y, roots, tx),
                               stage_query(first4.z, row.z, roots, tx), stage_query(first4.w, row.w, roots, tx));
   var top = vec4<f32>(-1e29);
@@ -240,7 +240,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let s3 = softmax(a3, b3, scale, query_scale.w, top.w, total.w, edge, since.w, seen.w);
     top = vec4<f32>(s0.top, s1.top, s2.top, s3.top);
     total = vec4<f32>(s0.total, s1.total, s2.total, s3.total);
-    var count = vec4<u32>(counts(s0.words) | counts(s1.words) << vec2<u32>(16u), counts(s2.words) | counts(s3.words) << vec2<u32>(16u));
+    var count = vec4<u32>(counts(s0.words) | (counts(s1.words) << vec2<u32>(16u)), counts(s2.words) | (counts(s3.words) << vec2<u32>(16u)));
     count += subgroupShuffleXor(count, 1u);
     count += subgroupShuffleXor(count, 2u);
     stage_weights(s0, count.xy & vec2<u32>(0xFFFFu), row.x, tx);

@@ -91,8 +91,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     for (var e = 0u; e < 8u; e++) {
       let shift = 8u * (e % 4u);
       let b = (vec4<u32>(bytes[4u * u][e / 4u], bytes[4u * u + 1u][e / 4u], bytes[4u * u + 2u][e / 4u], bytes[4u * u + 3u][e / 4u]) >> vec4<u32>(shift)) & vec4<u32>(255u);
-      let at = record + 16u * HEAD_DIM + 4u * (g / 4u * HEAD_DIM + 64u * u + 8u * e + tx) + (g % 4u ^ 1u);
-      y[at] = b.x | b.y << 8u | b.z << 16u | b.w << 24u;
+      let at = record + 16u * HEAD_DIM + 4u * (g / 4u * HEAD_DIM + 64u * u + 8u * e + tx) + ((g % 4u) ^ 1u);
+      y[at] = b.x | (b.y << 8u) | (b.z << 16u) | (b.w << 24u);
     }
   }
   for (var i = index; i < 2u * HEAD_DIM; i += WORKGROUP) { y[record + 32u * HEAD_DIM + 2u * KV_TILE + i] = bitcast<u32>(roots[i / 4u][i % 4u]); }

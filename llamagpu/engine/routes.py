@@ -6,6 +6,7 @@ A table is read from the top. The first row that fits wins, and the last row fit
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache
 from typing import Generic, TypeVar
 
 from llamagpu.files.storage import Layout, Storage
@@ -725,6 +726,7 @@ def in_splits(s: Attention, caps: Caps) -> Attention:
     return replace(s, splits=int8_split_count(s, caps)) if kernel == "attend_int8" else s
 
 
+@cache
 def depends_on_context(s: Attention, caps: Caps) -> bool:
     """Whether the dispatches of a step differ between context buckets."""
     near, far = (in_splits(replace(s, bucket=CONTEXT_BUCKETS[i][0]), caps) for i in (0, -1))
