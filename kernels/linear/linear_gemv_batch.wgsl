@@ -13,7 +13,6 @@ const ROW_PAIRS: u32 = 1u;
 const WORKGROUP: u32 = 128u;
 const BLOCKS: u32 = K / 32u;
 const ITERATIONS: u32 = (BLOCKS + LANES - 1u) / LANES;
-struct WeightPair { a: Weights, b: Weights }
 @group(0) @binding(8) var<uniform> step: Step;
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
@@ -26,13 +25,16 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   for (var r = 0u; r < ITERATIONS; r++) {
     let b = lane + r * LANES;
     if (BLOCKS % LANES == 0u || b < BLOCKS) {
-      var w: array<WeightPair, ROW_PAIRS>;  // past the last row loads are clamped and the epilogue guards the store
-      for (var p = 0u; p < ROW_PAIRS; p++) {
-        w[p] = WeightPair(fetch(min(row + 2u * p, N - 1u), b), fetch(min(row + 2u * p + 1u, N - 1u), b));
-      }
+      var w: array<Weights, 2u * ROW_PAIRS>;  // past the last row loads are clamped and the epilogue guards the store
+      for (var i = 0u; i < 2u * ROW_PAIRS; i++) { w[i] = fetch(min(row + i, N - 1u), b); }
+      var u: array<Unpacked, 2u * ROW_PAIRS>;
+      for (var i = 0u; i < 2u * ROW_PAIRS; i++) { u[i] = unpack(w[i]); }
       for (var t = 0u; t < TOKENS; t++) {
         let v = inputs(min(t, step.rows - 1u), b);
-        for (var p = 0u; p < ROW_PAIRS; p++) { sums[t * ROW_PAIRS + p] += vec2<f32>(dot32(v, w[p].a), dot32(v, w[p].b)); }
+        for (var p = 0u; p < ROW_PAIRS; p++) {
+          let s = sums[t * ROW_PAIRS + p];
+          sums[t * ROW_PAIRS + p] = vec2<f32>(add_dot(s.x, v, u[2u * p]), add_dot(s.y, v, u[2u * p + 1u]));
+        }
       }
     }
   }

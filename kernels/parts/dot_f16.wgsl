@@ -13,3 +13,6 @@ fn dot8(q: vec4<u32>, a: vec4<f32>, b: vec4<f32>) -> f32 {
 fn dot32(v: Inputs, w: Weights) -> f32 {
   return dot8(w.a, v.x0, v.x1) + dot8(w.b, v.x2, v.x3) + dot8(w.c, v.x4, v.x5) + dot8(w.d, v.x6, v.x7);
 }
+alias Unpacked = Weights;
+fn unpack(w: Weights) -> Unpacked { return w; }
+fn add_dot(sum: f32, v: Inputs, u: Unpacked) -> f32 { return sum + dot32(v, u); }

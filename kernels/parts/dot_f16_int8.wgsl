@@ -16,3 +16,6 @@ fn dot32(v: Inputs, w: Weights) -> f32 {
   return v.scale.x * (dot8(w.a, v.even.x, v.odd.x) + dot8(w.b, v.even.y, v.odd.y)
                     + dot8(w.c, v.even.z, v.odd.z) + dot8(w.d, v.even.w, v.odd.w));
 }
+alias Unpacked = Weights;
+fn unpack(w: Weights) -> Unpacked { return w; }
+fn add_dot(sum: f32, v: Inputs, u: Unpacked) -> f32 { return sum + dot32(v, u); }

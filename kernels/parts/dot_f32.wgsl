@@ -27,3 +27,6 @@ fn dot32(v: Inputs, w: Weights) -> f32 {
   if (HAS_OFFSET) { return s.x * (low + high) + s.y * (first + last); }
   return s.x * (low + high);
 }
+alias Unpacked = Weights;
+fn unpack(w: Weights) -> Unpacked { return w; }
+fn add_dot(sum: f32, v: Inputs, u: Unpacked) -> f32 { return sum + dot32(v, u); }

@@ -1,5 +1,6 @@
 // Role dot, quantised weights, int8 blocks: fetch(row, b) loads 32 weights of a row and their scales, dot32 multiplies:
 // integers with integers (dot4I8Packed), then their sum with the scales of both sides.
+// unpack and add_dot are the same for several tokens: unpack once, then add_dot(sum, v, u) = sum + dot product.
 // Needs GROUP % 32 == 0 or GROUP == 16. Parts: scales, planes_*, inputs_int8 or prologue_int8.
 const K: u32 = 32u;
 const GROUP: u32 = 32u;
@@ -28,4 +29,29 @@ fn dot32(v: Inputs, w: Weights) -> f32 {
   let sum = s.x * (v.scale.x * f32(low + high) - ZERO * v.scale.w);
   if (HAS_OFFSET) { return sum + s.y * v.scale.w; }
   return sum;
+}
+struct Unpacked { p: Planes, s: vec4<f32> }  // s: block_scales
+fn unpack(w: Weights) -> Unpacked { return Unpacked(planes(w.raw), block_scales(w.s)); }
+// d * (sum - ZERO * inputs). Integer sums begin at the bits of 1.5 * 2^23, so that their bits are a float already:
+// converting is slower.
+const FIRST_BITS: i32 = 0x4B400000;
+fn scaled(bits: i32, d: f32, inputs_sum: f32) -> f32 {
+  let sum = bitcast<f32>(bits) - 12582912.0;
+  if (ZERO == 0.0) { return d * sum; }
+  return fma(d, sum, -ZERO * inputs_sum);
+}
+fn add_dot(sum: f32, v: Inputs, u: Unpacked) -> f32 {
+  let low = FIRST_BITS + dot4I8Packed(u.p.even.x, v.even.x) + dot4I8Packed(u.p.even.y, v.even.y)
+          + dot4I8Packed(u.p.odd.x, v.odd.x) + dot4I8Packed(u.p.odd.y, v.odd.y);
+  let high = dot4I8Packed(u.p.even.z, v.even.z) + dot4I8Packed(u.p.even.w, v.even.w)
+           + dot4I8Packed(u.p.odd.z, v.odd.z) + dot4I8Packed(u.p.odd.w, v.odd.w);
+  if (GROUP == 16u) {
+    let first = scaled(low, v.scale.x, v.scale.y);
+    let found = fma(u.s.x, first, fma(u.s.z, scaled(FIRST_BITS + high, v.scale.x, v.scale.z), sum));
+    if (HAS_OFFSET) { return fma(u.s.y, v.scale.y, fma(u.s.w, v.scale.z, found)); }
+    return found;
+  }
+  let found = fma(u.s.x, scaled(low + high, v.scale.x, v.scale.w), sum);
+  if (HAS_OFFSET) { return fma(u.s.y, v.scale.w, found); }
+  return found;
 }
