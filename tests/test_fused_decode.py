@@ -11,8 +11,9 @@ import pytest
 import wgpu
 from conftest import open_gpu
 from gguf_builder import tiny_llama, tiny_parts, write_gguf
-from one_sequence import OneSequence, load_one, token_ids
-from test_model import by_name, check_against_reference
+from one_sequence import OneSequence, load_one, reference_of, token_ids
+from reference import assert_close
+from test_model import INT8, by_name, check_against_reference
 
 from llamagpu.engine import fused_check, routes, weights
 from llamagpu.engine import load as engine_load
@@ -23,6 +24,7 @@ from llamagpu.engine.options import Backend, KvType, Precision, Settings
 from llamagpu.engine.routes import Attention, GridSize
 from llamagpu.engine.sampler import Sampling
 from llamagpu.engine.slabs import Slabs
+from llamagpu.engine.step_inputs import Segment
 from llamagpu.engine.weights import Layer, slab_groups
 from llamagpu.errors import BadArgument, BadFile
 from llamagpu.files.storage import Storage
@@ -198,6 +200,93 @@ def test_the_cache_grows_and_is_read_back(fused_gpu, tmp_path):
     other, rest = load_one(fused_gpu, path).engine.cache, iter(pieces)
     other.write(0, 20, lambda count: next(rest))
     assert all(np.array_equal(a, b) for a, b in zip(other.read(0, 20), pieces, strict=True))
+
+
+# Several token rows
+
+
+@pytest.fixture
+def rows_gpu(fused_gpu, monkeypatch):
+    """Steps of up to 4 rows are fused, as where the barrier was measured."""
+    monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, measured_barrier=True))
+    monkeypatch.setattr(routes, "FUSED_BATCH", {4: (1, 2)})
+    monkeypatch.setattr(routes, "int8_result_lanes", lambda grid, caps: 16)  # 64 rows of gate and up in two passes
+    return fused_gpu
+
+
+SHARED_ROWS = SHAPE | dict(layers=2, heads=2, biases=True, ggml_type=by_name(**{"1.ffn_down": "Q8_0", "": "Q4_1"}))
+
+
+def test_fused_rows_of_several_sequences(rows_gpu, tmp_path):
+    """Fewer rows than the kernel takes, of one sequence and of three, at the first positions and in a split context."""
+    path = tiny_llama(tmp_path / "m.gguf", **SHARED_ROWS)
+    run = load_one(rows_gpu, path, **FAST_F16, slots=3, chunk=64)
+    model, references = run.model, [reference_of(run, path) for _ in range(3)]
+    assert [d.kernel for d in model.plan(3).dispatches].count("fused_layers") == 1
+
+    def check(*segments: Segment) -> None:
+        rows, position = sum(len(s.tokens) for s in segments), max(s.position for s in segments)
+        model.write_step(segments)
+        plan = model.plan(rows, position, segments=len(segments))
+        run.engine.recorder.submit([Step(plan, rows, position)])
+        got = rows_gpu.read(model.logits, np.float32, len(segments) * 288).reshape(-1, 288)
+        want = [references[s.slot].forward(list(s.tokens))[-1] for s in segments]
+        assert_close(got, np.array(want), *INT8, str(segments))
+
+    check(Segment(1, 0, token_ids(3)))
+    check(Segment(2, 0, token_ids(40, seed=1)))
+    check(
+        Segment(2, 40, token_ids(1, seed=2)), Segment(0, 0, token_ids(2, seed=3)), Segment(1, 3, token_ids(1, seed=4))
+    )
+    check(Segment(2, 41, token_ids(4, seed=5)))
+    assert not timed_out(rows_gpu, fused_of(run).barrier)
+
+
+def test_fused_rows_that_a_barrier_spoilt_are_computed_again(rows_gpu, tmp_path):
+    run = load_one(rows_gpu, tiny_llama(tmp_path / "m.gguf", **SHARED_ROWS), **FAST_F16)
+    want = run.logits_after([1, 2, 3])
+    run.clear()
+    assert run.model.barrier and fused_rows(run)
+    rows_gpu.write(run.model.barrier, np.array([1], np.uint32), offset=4)  # timed out: nobody waits any more
+    got = run.logits_after([1, 2, 3])
+    assert not run.model.fused and not fused_rows(run)
+    assert np.square(got - want).sum() < 1e-3 * np.square(want).sum()
+
+
+def test_rows_are_unfused_where_the_driver_refuses_their_kernel(rows_gpu, tmp_path, monkeypatch):
+    path = tiny_llama(tmp_path / "m.gguf", **SHARED_ROWS)
+    run = load_one(rows_gpu, path, **FAST_F16)
+    real = rows_gpu.pipeline
+
+    def pipeline(source: str, label: str) -> Any:
+        if label == "fused_layers":
+            raise wgpu.GPUError("too large")
+        return real(source, label)
+
+    monkeypatch.setattr(rows_gpu, "pipeline", pipeline)
+    assert not fused_rows(run) and run.model.fused
+    monkeypatch.setattr(rows_gpu, "pipeline", real)
+    run.model.clear_plans()
+    assert not fused_rows(run) and fused_kernels(run) == 1  # nobody asks again
+
+
+def test_widths_that_are_fused(fused_gpu, monkeypatch):
+    """As many rows as are faster and fit workgroup memory, where the barrier was measured."""
+    caps = replace(fused_gpu.caps, measured_barrier=True, cpu=False, subgroup=32, shared_bytes=49152, invocations=1024)
+    llama_8b, llama_1b = (Attention(1, 32, 8, head_dim) for head_dim in (128, 64))
+    assert routes.fused_widths(4096, llama_8b, True, False, caps) == (2,)
+    assert routes.fused_widths(2048, llama_1b, True, False, caps) == (2, 4)
+    monkeypatch.setattr(routes, "MAX_FUSED_VALUES", 1 << 20)
+    assert routes.fused_widths(4096, llama_8b, True, False, caps) == (2, 4, 8)
+    assert routes.fused_widths(4096, llama_8b, True, True, caps) == (2, 4)  # sums of 16 take more memory
+    assert routes.fused_widths(2048, llama_1b, True, True, caps) == (2, 4, 8)
+    assert routes.fused_widths(2048, llama_1b, False, False, caps) == ()
+    assert routes.fused_widths(576, llama_1b, True, False, caps) == ()  # rows of 576 / 8 are no whole subgroups
+    assert routes.fused_widths(2048, llama_1b, True, False, replace(caps, measured_barrier=False)) == ()
+
+
+def fused_rows(run: OneSequence) -> bool:
+    return "fused_layers" in [dispatch.kernel for dispatch in run.model.plan(3).dispatches]
 
 
 # Slabs

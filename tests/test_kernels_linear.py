@@ -215,6 +215,38 @@ def test_linear_gemv_fused(gpu, weight, prologue, inputs):
         assert_close(gpu.read(y, np.float32, weight.n), (given.values @ w.T)[0], *bound, f"{count} workgroups")
 
 
+@covers("linear_gemv_fused_batch")
+@pytest.mark.parametrize(
+    "weight, prologue",
+    [
+        *((STAGES[0], prologue) for prologue in Prologue),
+        *((weight, Prologue.NONE) for weight in STAGES[1:]),
+        (STAGES[2], Prologue.NORM),
+    ],
+    ids=lambda value: value.name,
+)
+def test_linear_gemv_fused_batch(gpu, weight, prologue):
+    """A stage of fused decode of several rows as a separate kernel, also with fewer rows than it takes."""
+    if gpu.caps.subgroup < 2 or (prologue is Prologue.NORM and weight.k % (8 * gpu.caps.subgroup)):
+        pytest.skip("the adapter lacks subgroups, or a row is no whole number of them")
+    shard, w = upload(gpu, weight)
+    rows = min(4, gpu.caps.subgroup)
+    matrix, y = matrix_of(shard), gpu.zeros((rows + 1) * weight.n * 4, "y")
+    given = linear_inputs(gpu, rows, weight.k, Inputs.INT8, prologue)
+    want, step = given.values @ w.T, Steps(gpu)
+    make = Ops(gpu, step.buffer)
+    for m, count in ((rows, 1), (rows - 1, 64)):
+        step.write_rows(m)
+        route = routes.fused_linear(shard.shape(rows, Inputs.INT8, prologue), GridSize(count, 128), gpu.caps)
+        (found,) = make.linear(given.x, matrix, rows, ops.store(y, matrix), Inputs.INT8, given.prologue, (route,))
+        fill(gpu, y, rows + 1, weight.n)
+        run(gpu, [replace(found, grid=(min(count, found.grid_for(m, 0)[0]), 1, 1))], m)
+        got = gpu.read(y, np.float32, (rows + 1) * weight.n).reshape(-1, weight.n)
+        bound = mode_bound((Inputs.INT8, prologue))
+        assert_close(got[:m], want[:m], *bound, f"{m} rows, {count} workgroups")
+        assert (got[m:] == GUARD).all(), f"{m} rows: wrote behind the last"
+
+
 # Epilogues, in a matrix of two shards of different storage, cut inside a head, with a bias
 
 SHARDS = (Weight(Q4, 14, 64), Weight(Q8, 58, 64, has_offset=True, scale_bits=32))

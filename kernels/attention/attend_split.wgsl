@@ -20,6 +20,7 @@ const LANES_PER_POSITION: u32 = 8u;  // lanes that share a position
 const POSITIONS_IN_FLIGHT: u32 = 4u;  // positions of a lane whose keys and values are loaded together
 const SUBGROUPS_PER_HEAD: u32 = 2u;  // subgroups per query head, a power of two
 const INT8: bool = false;
+const TOKENS: u32 = 1u;  // rows of a layer in a fused kernel
 const PARTIAL: bool = false;  // write partial sums for a single split, too
 const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // int8 blocks of a token
 const HEADS_PER_KV: u32 = HEADS / KV_HEADS;
@@ -45,7 +46,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let subgroup = index / SUBGROUP;
   let local_head = min(subgroup / SUBGROUPS_PER_HEAD, HEADS_PER_KV - 1u);
   let idle = subgroup >= HEADS_PER_KV * SUBGROUPS_PER_HEAD;
-  let head = (layer() + workgroup.z) * HEADS + workgroup.x * HEADS_PER_KV + local_head;  // among the heads of all layers or tokens
+  let head = (layer() * TOKENS + workgroup.z) * HEADS + workgroup.x * HEADS_PER_KV + local_head;  // among the heads of all layers or tokens
   let lane = index % LANES_PER_POSITION;
   let row_slot = step.row[row_index(workgroup.z)].slot;
   let end = step.row[row_index(workgroup.z)].position + 1u;

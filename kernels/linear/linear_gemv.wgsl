@@ -53,6 +53,6 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     s2 = sum_lanes(s2, index); sum = select(sum, s2, lane == 2u);
     s3 = sum_lanes(s3, index); sum = select(sum, s3, lane == 3u);
   }
-  if (lane < ROW_PAIRS) { epilogue(0u, row + 2u * lane, sum * output_scale()); }  // lane i stores row pair i
+  if (lane < ROW_PAIRS) { epilogue(0u, row + 2u * lane, sum * output_scale(0u)); }  // lane i stores row pair i
   workgroup_epilogue(workgroup_index, 0u, index);
 }

@@ -51,7 +51,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
       i += IN_FLIGHT;
     }
     s = sum_lanes(s, index);
-    if (lane == 0u) { epilogue(0u, row, s * output_scale()); }
+    if (lane == 0u) { epilogue(0u, row, s * output_scale(0u)); }
     if (!has_next) { break; }
     first_row += stride;
     row += stride;

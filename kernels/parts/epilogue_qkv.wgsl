@@ -13,6 +13,7 @@ const ROPE_DIMS: u32 = 2u;  // leading dimensions of a head that are rotated
 const WIDTH: u32 = (HEADS + 2u * KV_HEADS) * HEAD_DIM;
 const BIAS: bool = false;
 const KV_F32: bool = false;
+const TOKENS: u32 = 1u;
 const ONE_SEGMENT: bool = false;  // all rows belong to one segment: then nothing is looked up by row (6 % on an H200 with SmolLM2)
 @group(0) @binding(0) var<storage, read_write> y: array<vec2<f32>>;  // q [layers or m, HEADS, HEAD_DIM], padded after each layer
 @group(0) @binding(1) var<storage, read_write> k_cache: array<u32>;  // [layers, slots, KV_HEADS, capacity, HEAD_DIM] f16 or f32
@@ -46,7 +47,7 @@ fn epilogue(token: u32, shard_row: u32, v: vec2<f32>) {
   let u = select(v, v + row_bias, BIAS);
   let o = vec2<f32>(u.x * rotation.x - u.y * rotation.y, u.x * rotation.y + u.y * rotation.x);
   if (head < HEADS) {
-    y[(layer() * LINE_PADDING + (layer() + token) * HEADS * HEAD_DIM + row) / 2u] = o;
+    y[(layer() * LINE_PADDING + (layer() * TOKENS + token) * HEADS * HEAD_DIM + row) / 2u] = o;
   } else if (head < HEADS + KV_HEADS) {
     let i = (((cache + head - HEADS) * step.capacity + pos) * HEAD_DIM + dim) / 2u;
     if (KV_F32) { k_cache[2u * i] = bitcast<u32>(o.x); k_cache[2u * i + 1u] = bitcast<u32>(o.y); }

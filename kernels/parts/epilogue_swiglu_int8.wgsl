@@ -11,14 +11,15 @@ const WIDTH: u32 = 64u;  // rows of the matrix
 const HIDDEN_BLOCKS: u32 = WIDTH / 64u;  // int8 blocks of a token
 const TOKENS: u32 = 1u;
 const BIAS: bool = false;
+const PERSISTENT: bool = false;  // the workgroup goes on with other rows
 const WORKGROUP: u32 = 64u;
-@group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [m, WIDTH / 64] int8 blocks
+@group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [layers][TOKENS or m] planes of WIDTH / 64 int8 blocks, padded after each layer
 @group(0) @binding(4) var<storage, read> bias: array<f32>;
 @group(0) @binding(8) var<uniform> step: Step;
 fn epilogue_prefetch(token: u32, row: u32) {}
 fn epilogue(token: u32, row: u32, v: vec2<f32>) {
   var gate_up = v;
-  if (BIAS) { gate_up += vec2<f32>(bias[ROW0 + row], bias[ROW0 + row + 1u]); }
+  if (BIAS) { let i = slab_index() * WIDTH + ROW0 + row; gate_up += vec2<f32>(bias[i], bias[i + 1u]); }
   store_hidden(token % TOKENS * 32u + row / 2u % 32u, gate_up.x / (1.0 + exp(-gate_up.x)) * gate_up.y);
 }
 fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {
@@ -27,11 +28,12 @@ fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {
     let i = min(i0 + index, 4u * TOKENS - 1u);
     let block = quantise_block(load_hidden(8u * i), load_hidden(8u * i + 4u), index);
     let token = token0 + i / 4u;
-    let at = block_word(token, ROW0 / 64u + workgroup, HIDDEN_BLOCKS) + index % 4u;
+    let at = block_word(token, ROW0 / 64u + workgroup, HIDDEN_BLOCKS) + index % 4u + layer() * (TOKENS * 12u * HIDDEN_BLOCKS + LINE_PADDING);
     if (i0 + index == i && workgroup < N / 64u && (TOKENS == 1u || token < step.rows)) {
       y[at] = block.even; y[at + 4u * HIDDEN_BLOCKS] = block.odd; y[at + 8u * HIDDEN_BLOCKS] = block.scale;
     }
   }
+  if (PERSISTENT) { workgroupBarrier(); }
 }
 
 fn residual_at(token: u32, row: u32) -> vec2<f32> { return vec2<f32>(); }

@@ -11,6 +11,7 @@
 // spin_limit spins, and the results are wrong. The first one adds POISON to the arrivals, which ends the waits of all
 // others, and no workgroup waits again.
 const WORKGROUPS: u32 = 1u;
+const TOKENS: u32 = 1u;         // token rows of a step, at most
 const LINE_PADDING: u32 = 64u;  // words, more than a cache line
 const POISON: u32 = 1073741824u;  // far more arrivals than between two barriers, and a multiple of WORKGROUPS
 const SUBGROUP: u32 = 32u;        // lanes of a subgroup, as probed
@@ -29,7 +30,7 @@ var<private> zero: u32;
 var<private> current_slab: u32;
 fn layer() -> u32 { return layer_index; }
 fn slab_index() -> u32 { return current_slab; }
-fn row_index(row: u32) -> u32 { return 0u; }  // a fused step has one row; a constant index keeps the load off the critical path
+fn row_index(row: u32) -> u32 { return select(0u, row, TOKENS > 1u); }  // of one row: a constant index keeps the load off the critical path
 fn barrier_begin(lanes: u32, index: u32) {  // a driver may use another subgroup size for so large a kernel
   let present = countOneBits(subgroupBallot(true));
   if (lanes != SUBGROUP || present.x + present.y + present.z + present.w != SUBGROUP) { atomicStore(&grid_barrier.timed_out, 1u); }

@@ -1,20 +1,23 @@
-// Role prologue: the inputs of a linear of one token = the merged splits of attend_split (see attend_merge). Every
+// Role prologue: the inputs of a linear of TOKENS tokens = the merged splits of attend_split (see attend_merge). Every
 // workgroup computes them for itself, which saves a dispatch. Every invocation must call run_prologue.
 // Needs K % 32 == 0, HEAD_DIM % 8 == 0, WORKGROUP % 4 == 0.
 // Parts: prologue_f32 or prologue_int8, split_count_*; grid_barrier (or unfused).
 const K: u32 = 32u;
+const TOKENS: u32 = 1u;
 const HEAD_DIM: u32 = 32u;
 const INPUTS_READY: bool = false;  // the inputs are still in workgroup memory from an earlier stage
 const WORKGROUP: u32 = 64u;
-const HEADS: u32 = K / HEAD_DIM;
-@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;      // [layers, HEADS, splits, HEAD_DIM], padded after each layer
-@group(0) @binding(9) var<storage, read> stats: array<vec2<f32>>;  // [layers, HEADS, splits] (top, total), padded after each layer
+const HEADS: u32 = TOKENS * K / HEAD_DIM;  // of all tokens
+const OCTETS: u32 = TOKENS * K / 8u;
+@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;      // [layers, TOKENS * HEADS, splits, HEAD_DIM], padded after each layer
+@group(0) @binding(9) var<storage, read> stats: array<vec2<f32>>;  // [layers, TOKENS * HEADS, splits] (top, total), padded after each layer
 fn run_prologue(index: u32) {
   if (INPUTS_READY) { return; }
   wait(index);
   let splits = split_count();
-  for (var i0 = 0u; i0 < K / 8u; i0 += WORKGROUP) {  // eight values each; the same iterations for all invocations
-    let i = min(i0 + index, K / 8u - 1u);
+  let octets = OCTETS + select(0u, opaque_zero(), TOKENS > 1u);  // not a constant: unrolled, the loop would be long
+  for (var i0 = 0u; i0 < octets; i0 += WORKGROUP) {  // eight values each; the same iterations for all invocations
+    let i = min(i0 + index, OCTETS - 1u);
     let first = opaque_zero() + (layer() * HEADS + 8u * i / HEAD_DIM) * splits;
     var a = vec4<f32>();
     var b = vec4<f32>();
@@ -45,8 +48,8 @@ fn run_prologue(index: u32) {
         total += stat[s].y * f;
       }
     }
-    store_inputs(a / total, b / total, i, index, i0 + index < K / 8u);
+    store_inputs(a / total, b / total, i, index, i0 + index < OCTETS);
   }
   workgroupBarrier();
 }
-fn output_scale() -> f32 { return 1.0; }
+fn output_scale(token: u32) -> f32 { return 1.0; }

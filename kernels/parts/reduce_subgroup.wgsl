@@ -2,15 +2,20 @@
 // sum_lanes(v, index): the sum of v over the LANES neighbouring invocations that share a result, for all of them.
 // sum_workgroup(v, index): the same over the whole workgroup. sum_begin and sum_end are its two halves; the caller puts
 // a barrier between them.
+// sum_part(v, i, count): parts of sums by token, in place of sum_begin: i numbers the values of all tokens, and a subgroup
+// has values of one token. sum_parts(token, values) is the sum of the token's `values` values, after a barrier.
 // sum_each(v, index): every lane has TOKENS * ROW_PAIRS values; lane i gets the sum of all lanes' value i.
 const LANES: u32 = 64u;     // a multiple of SUBGROUP, divides WORKGROUP
 const WORKGROUP: u32 = 64u;
 const SUBGROUP: u32 = 32u;  // lanes of a subgroup, as probed
-const TOKENS: u32 = 1u;     // TOKENS * ROW_PAIRS: a power of two, 16 at most, divides SUBGROUP
+const TOKENS: u32 = 1u;     // TOKENS * ROW_PAIRS: a power of two, 32 at most, divides SUBGROUP
 const ROW_PAIRS: u32 = 1u;
 const SUMS: u32 = TOKENS * ROW_PAIRS;
+const K: u32 = 32u;
+const TOKEN_PARTS: u32 = select(0u, TOKENS * K / 8u / SUBGROUP, TOKENS > 1u);
+const PENDING: u32 = max(WORKGROUP / SUBGROUP, TOKEN_PARTS);
 var<workgroup> subgroup_sums: array<vec2<f32>, WORKGROUP / SUBGROUP * SUMS>;
-var<workgroup> pending_sums: array<f32, WORKGROUP / SUBGROUP>;
+var<workgroup> pending_sums: array<f32, PENDING>;
 fn sum_subgroups(v: vec2<f32>, index: u32, lanes: u32) -> vec2<f32> {
   var sum = subgroupAdd(v);
   if (lanes == SUBGROUP) { return sum; }
@@ -33,6 +38,15 @@ fn sum_end() -> f32 {
   for (var i = 0u; i < WORKGROUP / SUBGROUP; i++) { sum += pending_sums[i]; }
   return sum;
 }
+fn sum_part(v: f32, i: u32, count: u32) {
+  let sum = subgroupAdd(v);
+  if (i % SUBGROUP == 0u && i < count) { pending_sums[i / SUBGROUP] = sum; }
+}
+fn sum_parts(token: u32, values: u32) -> f32 {
+  var sum = 0.0;
+  for (var i = 0u; i < values / SUBGROUP; i++) { sum += pending_sums[token * (values / SUBGROUP) + i]; }
+  return sum;
+}
 fn halve(v: ptr<function, array<vec2<f32>, SUMS>>, count: u32, index: u32) {  // from 2 * count sums in each lane to count
   let upper = (index & count) != 0u;
   for (var i = 0u; i < count; i++) {
@@ -42,6 +56,7 @@ fn halve(v: ptr<function, array<vec2<f32>, SUMS>>, count: u32, index: u32) {  //
   }
 }
 fn sum_each(v: ptr<function, array<vec2<f32>, SUMS>>, index: u32) -> vec2<f32> {
+  if (SUMS > 16u) { halve(v, 16u, index); }
   if (SUMS > 8u) { halve(v, 8u, index); }
   if (SUMS > 4u) { halve(v, 4u, index); }
   if (SUMS > 2u) { halve(v, 2u, index); }
@@ -49,6 +64,7 @@ fn sum_each(v: ptr<function, array<vec2<f32>, SUMS>>, index: u32) -> vec2<f32> {
   var sum = (*v)[0];
   for (var d = SUMS; d < SUBGROUP; d <<= 1u) { sum += subgroupShuffleXor(sum, d); }
   if (LANES == SUBGROUP) { return sum; }
+  workgroupBarrier();  // the sums of the last call have been read
   if (index % SUBGROUP < SUMS) { subgroup_sums[index / SUBGROUP * SUMS + index % SUBGROUP] = sum; }
   workgroupBarrier();
   let first = index / LANES * (LANES / SUBGROUP);

@@ -24,6 +24,8 @@ fn sum_workgroup(v: f32, index: u32) -> f32 { return tree_sum(vec2<f32>(v, 0.0),
 var<private> pending_sum: f32;
 fn sum_begin(v: f32, index: u32) { pending_sum = sum_workgroup(v, index); }
 fn sum_end() -> f32 { return pending_sum; }
+fn sum_part(v: f32, i: u32, count: u32) {}  // for several tokens: only by subgroups
+fn sum_parts(token: u32, values: u32) -> f32 { return 0.0; }
 fn sum_each(v: ptr<function, array<vec2<f32>, SUMS>>, index: u32) -> vec2<f32> {
   var own = vec2<f32>();
   for (var i = 0u; i < SUMS; i++) {

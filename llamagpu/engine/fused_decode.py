@@ -1,4 +1,4 @@
-"""Fused decode: all layers of one token row in one persistent kernel (gpu/fuse.py), or in as few as bindings allow.
+"""Fused decode: all layers of a few token rows in one persistent kernel (gpu/fuse.py), or in as few as bindings allow.
 
 Weights of the same storage share slabs (engine/slabs.py). The layers of the KV cache and of the inter-stage buffers are
 adjacent, with cache-line padding: no cache line may be read before all of it has been written, because a workgroup may
@@ -108,10 +108,22 @@ def layer_stride(width: int) -> int:
     return 4 * (width + constants("grid_barrier")["LINE_PADDING"])
 
 
-def inter_stage_widths(c: ModelConfig) -> tuple[int, ...]:
+def inter_stage_widths(c: ModelConfig, rows: int) -> tuple[int, ...]:
     """Words of a layer in the inter-stage buffers: q, mid, act, partial, stats."""
-    splits = c.heads * routes.fused_max_splits(c.kv_heads)
-    return c.q_width, c.dim, c.ffn_dim, splits * c.head_dim, 2 * splits
+    splits = rows * c.heads * routes.fused_max_splits(c.kv_heads, rows)
+    act = c.ffn_dim if rows == 1 else rows * c.ffn_dim * 3 // 8  # f32; int8 blocks
+    return rows * c.q_width, rows * c.dim, act, splits * c.head_dim, 2 * splits
+
+
+def fused_widths(config: ModelConfig, weights: Weights, int8: bool, caps: Caps) -> tuple[int, ...]:
+    """The numbers of token rows that a fused kernel can take."""
+    return (1, *routes.fused_widths(config.dim, attention_shape(config, 1), int8, has_half_sums(weights), caps))
+
+
+def has_half_sums(weights: Weights) -> bool:
+    """Whether groups of 16 need the sums of half an int8 block."""
+    layouts = (shard.layout for layer in weights.layers for matrix in layer.matrices for shard in matrix.shards)
+    return any(layout.group == 16 for layout in layouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +138,10 @@ class InterStage:
 
 
 class FusedDecode:
-    """All layers for one token row: from row 0 of x to row `layers`."""
+    """All layers for up to `rows` token rows: from those of layer 0 of x to those of layer `layers`.
+
+    `widths` are the numbers of rows. The kernel of one row is probed; the others are compiled when they are needed.
+    """
 
     def __init__(
         self,
@@ -137,28 +152,47 @@ class FusedDecode:
         x: Buffer,
         barrier: BufferRange,
         int8: bool,
+        widths: tuple[int, ...],
     ) -> None:
         self.ops, self.config, self.weights, self.cache = ops, config, weights, cache
         self.gpu, self.x, self.barrier, self.int8 = ops.gpu, x, barrier, int8
         self.inputs = Inputs.INT8 if int8 else Inputs.F32
+        self.compiled = dict.fromkeys(widths, False)  # widths whose kernels the driver has taken
+        self.compiled[1] = True
+        self.half_sums = has_half_sums(weights)
         self.grid = routes.grid_sizes(config.dim, self.gpu.caps)[0]
         self.same_storage = False  # one kernel for each run of layers of the same storage
         self.layer_tables: dict[bytes, Buffer] = {}
-        sizes = [config.layers * layer_stride(width) for width in inter_stage_widths(config)]
+        words = (max(each) for each in zip(*(inter_stage_widths(config, rows) for rows in widths), strict=True))
+        sizes = [config.layers * layer_stride(width) for width in words]
         self.between = InterStage(*padded_ranges(self.gpu, sizes, "inter-stage"))
 
     def buffers(self) -> list[Bindable]:
         return [self.between.q.buffer, *self.layer_tables.values()]
 
-    def dispatches(self) -> list[Dispatch]:
+    def takes(self, rows: int) -> bool:
+        """Whether steps of up to `rows` rows are fused. A kernel that the driver refuses is not asked for again."""
+        if rows in self.compiled and not self.compiled[rows]:
+            try:
+                self.compiled[rows] = all(dispatch.pipeline for dispatch in self.dispatches(rows))
+            except wgpu.GPUError:
+                del self.compiled[rows]
+        return rows in self.compiled
+
+    def after_layers(self, rows: int) -> BufferRange:
+        """The residual stream after the last layer."""
+        words = rows * self.config.dim
+        return BufferRange(self.x, self.config.layers * layer_stride(words), 4 * words)
+
+    def dispatches(self, rows: int = 1) -> list[Dispatch]:
         """One kernel, or as few as bindings allow. Layers of different storage share one if it can bind them all."""
-        found = self.kernels(self.same_storage)
-        return found if self.same_storage or self.can_bind(found) else self.kernels(same_storage=True)
+        found = self.kernels(self.same_storage, rows)
+        return found if self.same_storage or self.can_bind(found) else self.kernels(same_storage=True, rows=rows)
 
     def can_bind(self, dispatches: Sequence[Dispatch]) -> bool:
         return all(d.source.count("var<storage") <= self.gpu.caps.storage_buffers for d in dispatches)
 
-    def kernels(self, same_storage: bool) -> list[Dispatch]:
+    def kernels(self, same_storage: bool, rows: int = 1) -> list[Dispatch]:
         """One kernel for each run of layers whose KV cache and norms share bindings.
 
         With `same_storage` their matrices must share bindings too.
@@ -179,20 +213,22 @@ class FusedDecode:
         found = []
         for _, run in groupby(range(len(layers)), bound):
             members = list(run)
-            stages = self.stages(members)
+            stages = self.stages(members, rows)
             table = self.layer_table(members)
-            found.append(self.gpu.fused(stages, self.grid.workgroups, self.barrier, table))
+            found.append(self.gpu.fused(stages, self.grid.workgroups, self.barrier, table, rows))
         return found
 
-    def stages(self, members: list[int]) -> list[Stage]:
+    def stages(self, members: list[int], rows: int = 1) -> list[Stage]:
         c, gpu, count, between = self.config, self.gpu, len(members), self.between
         first, cache = self.weights.layers[members[0]], self.cache.layers[members[0]]
         keys, values = layer_range(cache.keys, count), layer_range(cache.values, count)
         attn_norm, ffn_norm = layer_range(first.attn_norm, count), layer_range(first.ffn_norm, count)
-        x = BufferRange(self.x, members[0] * layer_stride(c.dim), (count + 1) * layer_stride(c.dim))
-        splits: Consts = {"WINDOW": c.sliding_window, "MAX_SPLITS": routes.fused_max_splits(c.kv_heads)}
+        stride = layer_stride(rows * c.dim)
+        x = BufferRange(self.x, members[0] * stride, (count + 1) * stride)
+        splits: Consts = {"WINDOW": c.sliding_window, "MAX_SPLITS": routes.fused_max_splits(c.kv_heads, rows)}
+        splits |= {"TOKENS": rows}
         own: Consts = {
-            "SUBGROUPS_PER_HEAD": routes.fused_subgroups_per_head(c.heads_per_kv, self.grid, gpu.caps),
+            "SUBGROUPS_PER_HEAD": routes.fused_subgroups_per_head(c.heads_per_kv, self.grid, gpu.caps, rows),
             "WORKGROUP": self.grid.invocations,
             "PARTIAL": True,
         }
@@ -208,22 +244,27 @@ class FusedDecode:
             return [
                 replace(stage, column=column, variant=number)
                 for number, matrix in enumerate(self.variants(members, column).values())
-                for stage in self.linear(x, slab_matrix(matrix), output, inputs, prologue)
+                for stage in self.linear(x, slab_matrix(matrix), output, inputs, prologue, rows)
             ]
 
         def to_qkv(matrix: Matrix) -> Output:
             return ops.qkv(c, matrix, QkvBuffers(between.q, keys, values, self.cache.rope), self.cache.kv_type)
 
-        # f32 inputs of the down projection that do not fit into workgroup memory are read from global memory
+        def to_act(matrix: Matrix) -> Output:
+            if rows > 1:
+                return ops.swiglu_int8(between.act, matrix, persistent=True)
+            return ops.swiglu(between.act, matrix, not fits)
+
+        # inputs of the down projection that do not fit into workgroup memory are read from global memory
         fits = self.int8 or routes.fits_shared_memory(c.ffn_dim, shape, False, self.grid, gpu.caps)
         down_inputs = self.inputs if fits else Inputs.INTERLEAVED
         copy = PrologueSpec(Prologue.NORM, {}, {"NORM": False})
-        down = copy if fits else ops.NO_PROLOGUE
+        down = copy if fits and rows == 1 else ops.NO_PROLOGUE
         return [
             *linear(0, x, to_qkv, self.inputs, self.norm(attn_norm)),
-            Stage(attention.source, attention.bindings, (c.kv_heads, "split_count()", 1)),
+            Stage(attention.source, attention.bindings, (c.kv_heads, "split_count()", "step.rows" if rows > 1 else 1)),
             *linear(1, between.partial, lambda m: ops.sum_to(between.mid, x, m), self.inputs, merge),
-            *linear(2, between.mid, lambda m: ops.swiglu(between.act, m, not fits), self.inputs, self.norm(ffn_norm)),
+            *linear(2, between.mid, to_act, self.inputs, self.norm(ffn_norm)),
             *linear(3, between.act, lambda m: ops.sum_to(x, between.mid, m, layer_offset=1), down_inputs, down),
         ]
 
@@ -245,6 +286,7 @@ class FusedDecode:
         output: Callable[[Matrix], Output],
         inputs: Inputs,
         prologue: PrologueSpec,
+        rows: int,
     ) -> list[Stage]:
         """A stage for each shard.
 
@@ -253,17 +295,17 @@ class FusedDecode:
         found: list[Stage] = []
         busy: list[int] = []
         for shard in matrix.shards:
-            shape = shard.shape(1, inputs, prologue.prologue)
+            shape = shard.shape(rows, inputs, prologue.prologue, output(matrix).epilogue)
             route = routes.fused_linear(shape, self.grid, self.gpu.caps)
             busy.append(min(self.grid.workgroups, self.ops.workgroups(route, shape)))
             ready: Consts = {}
             if prologue.prologue is not Prologue.NONE:
                 ready = {"INPUTS_READY": bool(found) and busy[-1] <= busy[0]}
+                ready |= {"HALF_SUMS": self.half_sums} if inputs is Inputs.INT8 else {}
             own = replace(prologue, consts=prologue.consts | ready)
             single = replace(matrix, shards=(shard,))
-            (dispatch,) = self.ops.linear(x, single, 1, output(matrix), inputs, own, (route,))
-            assert not callable(dispatch.grid)
-            found.append(Stage(dispatch.source, dispatch.bindings, dispatch.grid))
+            (dispatch,) = self.ops.linear(x, single, rows, output(matrix), inputs, own, (route,))
+            found.append(Stage(dispatch.source, dispatch.bindings, dispatch.grid_for(rows, 0)))
         return found
 
     def layer_table(self, members: Sequence[int]) -> Buffer:

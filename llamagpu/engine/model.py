@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from llamagpu.engine import ops, routes
 from llamagpu.engine.device_sampler import DeviceSampler
-from llamagpu.engine.fused_decode import FusedDecode, layer_stride
+from llamagpu.engine.fused_decode import FusedDecode, fused_widths, layer_stride
 from llamagpu.engine.kv_cache import BufferKvCache, KvCache, LayerCache
 from llamagpu.engine.ops import (
     AttentionBuffers,
@@ -150,7 +150,7 @@ class Model(ABC):
 
     def hidden_plan(self, rows: int) -> Plan:
         """After a step of `rows` token rows: their hidden states after the last norm, for `read_hidden`."""
-        key = PlanKey(PlanKind.HIDDEN, min(rows, 2))  # of several rows: the grid follows the step
+        key = PlanKey(PlanKind.HIDDEN, self.plan_width(rows))  # of several rows: the grid follows the step
         return self._cached(key, lambda: tagged([self.hidden_dispatch(key.width)], "output_norm", None))
 
     def sample_plan(self, greedy: bool, segments: int = 1) -> Plan:
@@ -225,14 +225,16 @@ class BufferModel(Model):
         self.norm_in_linear = routes.norm_in_linear(config.dim, gpu.caps)
         # Attention of many rows in int8 and f16. Biases can make keys so large that int8 does not tell them apart.
         self.int8_attention = self.int8_prefill and all(layer.qkv.bias is None for layer in weights.layers)
-        self._allocate()
+        int8 = self.int8_decode and self.int8_prefill
+        widths = fused_widths(config, weights, int8, gpu.caps) if cache.fused else ()
+        self._allocate(max(widths, default=0))
         self.fused_decode: FusedDecode | None = None
         if cache.fused:
             barrier, int8 = self.sampler.barrier, self.int8_decode
-            self.fused_decode = FusedDecode(self.ops, config, weights, cache, self.x, barrier, int8)
+            self.fused_decode = FusedDecode(self.ops, config, weights, cache, self.x, barrier, int8, widths)
 
-    def _allocate(self) -> None:
-        """The buffers between the kernels of a step."""
+    def _allocate(self, fused_rows: int) -> None:
+        """The buffers between the kernels of a step; `fused_rows`: the most rows of a fused step."""
         gpu, c, rows = self.gpu, self.config, self.chunk
         # with int8 blocks the f32 values are needed only where the attention kernel cannot write blocks
         f32_rows = rows if not (self.int8_decode and self.int8_prefill) else 1
@@ -240,8 +242,8 @@ class BufferModel(Model):
         self.int8_kv = self._allocate_int8_kv()
         attended = f32_rows if routes.attention_quantises(self.attention(1), gpu.caps) else rows
         widest = max(c.dim, c.q_width)
-        # [m, dim] residual stream; fused decode: [layers + 1, dim] with cache-line padding
-        self.x = gpu.zeros(max(rows * c.dim * 4, (c.layers + 1) * layer_stride(c.dim)), "x")
+        # [m, dim] residual stream; fused decode: [layers + 1, m, dim] with cache-line padding
+        self.x = gpu.zeros(max(rows * c.dim * 4, (c.layers + 1) * layer_stride(fused_rows * c.dim)), "x")
         self.h = gpu.zeros(attended * widest * 4, "h")  # [m, dim] normalised; [m, heads, head_dim] attended
         self.q = gpu.zeros(rows * c.q_width * 4, "q")  # [m, heads, head_dim] rotated queries
         self.act = gpu.zeros(f32_rows * c.ffn_dim * 4, "act")  # [m, ffn] silu(gate) * up
@@ -289,6 +291,10 @@ class BufferModel(Model):
     def fused(self) -> bool:
         return self.fused_decode is not None
 
+    def fuses(self, width: int) -> bool:
+        """Whether the layers of a plan of `width` rows are fused."""
+        return self.fused_decode is not None and self.fused_decode.takes(width)
+
     @property
     def barrier(self) -> BufferRange | None:
         return self.sampler.barrier if self.fused_decode else None
@@ -319,7 +325,7 @@ class BufferModel(Model):
 
     def context_bucket(self, width: int, position: int) -> int:
         """The context bucket: all its positions have the same plan. 0 if attention is the same for all."""
-        if (width == 1 and self.fused) or not routes.depends_on_context(self.attention(width), self.gpu.caps):
+        if self.fuses(width) or not routes.depends_on_context(self.attention(width), self.gpu.caps):
             return 0
         window = self.config.sliding_window or position + 1
         return routes.context_bucket(min(position + 1, window))
@@ -342,8 +348,8 @@ class BufferModel(Model):
         m, dispatches = key.width, list[Dispatch]()
         if key.embed:
             dispatches += tagged(self.ops.embed(self.weights.token_embd, self.x, m), "embedding", None)
-        if m == 1 and self.fused_decode:
-            return dispatches + self.fused_decode.dispatches()
+        if self.fused_decode and self.fuses(m):
+            return dispatches + self.fused_decode.dispatches(m)
         splits: Splits | None = None
         for i, (layer, cache) in enumerate(zip(self.weights.layers, self.cache.layers, strict=True)):
             found, splits = self.layer(i, layer, cache, key, splits)
@@ -352,10 +358,7 @@ class BufferModel(Model):
 
     def after_layers(self, m: int) -> AnyBuffer:
         """The buffer in which `body` leaves the residual stream."""
-        if m == 1 and self.fused_decode:
-            c = self.config
-            return BufferRange(self.x, c.layers * layer_stride(c.dim), 4 * c.dim)
-        return self.x
+        return self.fused_decode.after_layers(m) if self.fused_decode and self.fuses(m) else self.x
 
     def layer(
         self, i: int, layer: Layer, cache: LayerCache, key: PlanKey, splits: Splits | None

@@ -109,8 +109,9 @@ def swiglu(y: AnyBuffer, matrix: Matrix, interleaved: bool = False) -> Output:
     return Output(Epilogue.SWIGLU, {"y": y}, {"WIDTH": matrix.n, "INTERLEAVED": interleaved} | _bias(matrix))
 
 
-def swiglu_int8(y: AnyBuffer, matrix: Matrix) -> Output:
-    return Output(Epilogue.SWIGLU_INT8, {"y": y}, {"WIDTH": matrix.n} | _bias(matrix))
+def swiglu_int8(y: AnyBuffer, matrix: Matrix, persistent: bool = False) -> Output:
+    """silu(gate) * up as int8 blocks; `persistent`: in a workgroup that goes on with other rows."""
+    return Output(Epilogue.SWIGLU_INT8, {"y": y}, {"WIDTH": matrix.n, "PERSISTENT": persistent} | _bias(matrix))
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,7 +312,11 @@ GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], .
     ("k > 2048", lambda s, c: is_gemv(s), {"WORKGROUP": 256, "LANES": 128}),
 )
 
-GEMV_WIDTHS = (4, 8, 16)  # most token rows of the GEMV kernels
+GEMV_WIDTHS = (2, 4, 8, 16)  # most token rows of the GEMV kernels
+FUSED_BATCH = {2: (2, 1), 4: (2, 1), 8: (2, 1)}  # by token rows of a fused kernel: row pairs of a lane, prefetch depth
+# A step fused and unfused on an H200 (2026-11-16), us: 1B 2 rows 488 and 710, 4 rows 640 and 712, 8 rows 967 and 876;
+# 8B 2 rows 2120 and 2510, 4 rows 2860 and 2610.
+MAX_FUSED_VALUES = 8192  # rows x dim of a fused step
 GEMM_WIDTHS = (32, 64, 128, 256)  # most token rows of the small GEMM tiles
 
 # Likewise, and up to how many token rows: more than 8 leave no registers for two pairs of rows.
@@ -334,7 +338,7 @@ def tile_count(s: Linear, tile_m: int, tile_n: int) -> int:
 # Tiles of linear_gemm_int8: token rows x 64 matrix rows, and the workgroups that share one by splitting k. Where tiles
 # are few, the splits give the 132 cores of a large GPU three or more workgroups each. Measured on an H200 with the
 # matrices of Llama 1B and 8B and m = 16 to 512 (2026-11-16): the wrong choice costs up to 3x.
-TILE_ROWS = (16, 32, 64)
+GEMM_TILE_ROWS = (16, 32, 64)
 GRID_SPLITS = (1, 2, 4, 8)
 
 
@@ -343,7 +347,7 @@ def tile_rows(s: Linear) -> int:
     bytes q4 that takes three times as long with tiles of 64 token rows, which take the smallest pieces, as with 32."""
     if 32 < s.m <= 64 and s.k % 8192 == 0:
         return 32
-    return next((rows for rows in TILE_ROWS if s.m <= rows), TILE_ROWS[-1])
+    return next((rows for rows in GEMM_TILE_ROWS if s.m <= rows), GEMM_TILE_ROWS[-1])
 
 
 def grid_splits(s: Linear) -> int:
@@ -455,8 +459,8 @@ LINEAR: Table[Linear] = (
         (*WEIGHT_PARTS, Role.REDUCE),
     ),
     *(_gemv_batch_route(width, *shape) for width in GEMV_WIDTHS for shape in GEMV_BATCH_SHAPES if width <= shape[1]),
-    *(_gemm_int8_route(rows, 1, to_blocks=True) for rows in TILE_ROWS),
-    *(_gemm_int8_route(rows, splits, to_blocks=False) for rows in TILE_ROWS for splits in GRID_SPLITS),
+    *(_gemm_int8_route(rows, 1, to_blocks=True) for rows in GEMM_TILE_ROWS),
+    *(_gemm_int8_route(rows, splits, to_blocks=False) for rows in GEMM_TILE_ROWS for splits in GRID_SPLITS),
     *(_gemm_route(*tile) for tile in F32_TILES),
     Route("linear_any", lambda s, c: s.inputs is Inputs.F32 and no_extras(s), "-", pairs_by_row_grid, WEIGHT_PARTS),
 )
@@ -499,6 +503,8 @@ def fused_linear(s: Linear, grid: GridSize, caps: Caps) -> Route[Linear]:
     The prefetch is shorter where f32 inputs or f16 weights take the registers (F16 -10 %, f32 inputs -2 to -5 % on an
     H200, 2026-11-15).
     """
+    if s.m > 1:
+        return _fused_batch(s, grid, caps)
     lanes = caps.subgroup
     while 2 * lanes <= grid.invocations and lanes < s.k // 32 and s.n * lanes <= grid.workgroups * grid.invocations:
         lanes *= 2
@@ -508,13 +514,68 @@ def fused_linear(s: Linear, grid: GridSize, caps: Caps) -> Route[Linear]:
     return Route("linear_gemv_fused", lambda s, c: is_gemv(s), "a fused stage", row_pair_grid, parts, consts)
 
 
-def fused_subgroups_per_head(heads_per_kv: int, grid: GridSize, caps: Caps) -> int:
-    return 1 << ((grid.invocations // caps.subgroup // heads_per_kv).bit_length() - 1)
+def _fused_batch(s: Linear, grid: GridSize, caps: Caps) -> Route[Linear]:
+    """Of one pair of rows for a lane or more, and of the lanes that share them, those that keep most lanes busy."""
+    most, prefetch = FUSED_BATCH[s.m]
+    most = min(most, max(1, caps.subgroup // s.m))  # lanes of a subgroup hold all sums
+    found = []
+    for pairs in range(1, most + 1):
+        lanes = caps.subgroup
+        while 2 * lanes <= grid.invocations and lanes < s.k // 32 and s.n // pairs * lanes <= invocations(grid):
+            lanes *= 2
+        found.append((s.n // (2 * pairs) * lanes, pairs, lanes))
+    _, pairs, lanes = max(found)
+    passes = 1
+    if s.epilogue.needs_workgroup:
+        lanes, pairs = int8_result_lanes(grid, caps), most
+        passes = 64 // rows_per_workgroup({"WORKGROUP": grid.invocations, "LANES": lanes, "ROW_PAIRS": pairs})
+    consts = {"WORKGROUP": grid.invocations, "LANES": lanes, "ROW_PAIRS": pairs, "TOKENS": s.m}
+    consts |= {"PREFETCH": prefetch, "PASSES": passes}
+    return Route(
+        "linear_gemv_fused_batch", lambda s, c: block_aligned(s), "a fused stage", row_pair_grid, DOT_PARTS, consts
+    )
 
 
-def fused_max_splits(kv_heads: int) -> int:
+def invocations(grid: GridSize) -> int:
+    return grid.workgroups * grid.invocations
+
+
+def int8_result_lanes(grid: GridSize, caps: Caps) -> int:
+    """Lanes that share rows, so that a workgroup covers no more than the 64 rows that epilogue_swiglu_int8 takes."""
+    return max(caps.subgroup, grid.invocations // 32)
+
+
+def fused_widths(dim: int, attention: Attention, int8: bool, half_sums: bool, caps: Caps) -> tuple[int, ...]:
+    """For how many token rows the layers can be one kernel: int8 inputs of so many rows fit into workgroup memory.
+
+    Only where the barrier was measured: elsewhere each kernel would have to be compared with unfused layers first.
+    """
+    width, subgroup = max(dim, attention.heads * attention.head_dim), caps.subgroup
+    if not int8 or not caps.measured_barrier or dim % (8 * subgroup):
+        return ()
+
+    def fits(rows: int, grid: GridSize) -> bool:
+        pairs = min(FUSED_BATCH[rows][0], max(1, subgroup // rows))
+        covered = 2 * pairs * grid.invocations // int8_result_lanes(grid, caps)  # rows of a workgroup at once
+        sums = grid.invocations // subgroup * pairs * rows * 8 + rows * (128 + dim // (2 * subgroup))
+        inputs = rows * width * (48 if half_sums else 40) // 32
+        memory = inputs + sums + fused_shared_bytes(attention, grid, caps, rows)
+        spare = caps.shared_bytes - 1024  # with all but 400 bytes taken a kernel did not return (H200)
+        return covered in (16, 32, 64) and pairs * rows <= subgroup and memory <= spare
+
+    widths = (rows for rows in FUSED_BATCH if rows * dim <= MAX_FUSED_VALUES)
+    return tuple(rows for rows in widths if all(fits(rows, grid) for grid in grid_sizes(dim, caps)))
+
+
+def fused_subgroups_per_head(heads_per_kv: int, grid: GridSize, caps: Caps, rows: int = 1) -> int:
+    """All subgroups of a workgroup; half of them where many rows leave little workgroup memory."""
+    most = 1 << ((grid.invocations // caps.subgroup // heads_per_kv).bit_length() - 1)
+    return max(1, most // 2) if rows > 4 else most
+
+
+def fused_max_splits(kv_heads: int, rows: int = 1) -> int:
     """The number of splits that gives 128 workgroups."""
-    return max(1, 128 // kv_heads)
+    return max(1, 128 // (kv_heads * rows))
 
 
 def can_fuse(dim: int, ffn_dim: int, attention: Attention, int8: bool, caps: Caps) -> bool:
@@ -537,10 +598,10 @@ def fits_shared_memory(width: int, attention: Attention, int8: bool, grid: GridS
     return inputs + fused_shared_bytes(attention, grid, caps) <= caps.shared_bytes
 
 
-def fused_shared_bytes(attention: Attention, grid: GridSize, caps: Caps) -> int:
+def fused_shared_bytes(attention: Attention, grid: GridSize, caps: Caps, rows: int = 1) -> int:
     """Workgroup memory besides a linear's inputs: partial results of attention's subgroups, and sums by subgroup."""
     group = attention.heads_per_kv
-    subgroups = max(1, fused_subgroups_per_head(group, grid, caps) // 2)
+    subgroups = max(1, fused_subgroups_per_head(group, grid, caps, rows) // 2)
     return group * subgroups * (4 * attention.head_dim + 8) + 12 * grid.invocations // caps.subgroup
 
 

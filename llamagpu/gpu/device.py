@@ -354,9 +354,11 @@ class Gpu:
         bound = {name: bindings[name] for name in numbers}
         return Dispatch(self, kernel, source, consts, bound, grid, needs, shape)
 
-    def fused(self, stages: Sequence[Stage], workgroups: int, barrier: AnyBuffer, layers: Buffer) -> Dispatch:
+    def fused(
+        self, stages: Sequence[Stage], workgroups: int, barrier: AnyBuffer, layers: Buffer, rows: int = 1
+    ) -> Dispatch:
         """One dispatch that runs the stages, all of the same workgroup size, for each layer of the table `layers`."""
-        source, bindings = fuse(stages, workgroups, self.caps, barrier, layers)
+        source, bindings = fuse(stages, workgroups, self.caps, barrier, layers, rows)
         return Dispatch(self, "fused_layers", source, {}, bindings, (workgroups, 1, 1), op="layers")
 
     def prove_subgroups(self) -> None:

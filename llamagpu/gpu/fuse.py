@@ -40,9 +40,9 @@ class Stage:
 
 
 def fuse(
-    stages: Sequence[Stage], workgroups: int, caps: Caps, barrier: AnyBuffer, layers: Buffer
+    stages: Sequence[Stage], workgroups: int, caps: Caps, barrier: AnyBuffer, layers: Buffer, rows: int = 1
 ) -> tuple[str, dict[str, Bindable]]:
-    """The source of a kernel that runs the stages for each layer, and its bindings by name.
+    """The source of a kernel that runs the stages for each layer of `rows` token rows, and its bindings by name.
 
     The names of a stage get its number. Bindings, structs and workgroup memory are declared once. What any stage writes
     is writable for all and has one type (element_types); where the barrier is not measured it is coherent, and a wait
@@ -55,7 +55,7 @@ def fuse(
     shared: dict[tuple[str, str], list[str]] = {}  # sizes of an array in workgroup memory, by its name and type
     safe = not caps.measured_barrier
     consts: dict[str, Const] = {"WORKGROUPS": workgroups, "SUBGROUP": caps.subgroup, "FENCE": safe}
-    consts["LAYER_ROWS"] = layers.size // 16
+    consts |= {"LAYER_ROWS": layers.size // 16, "TOKENS": rows}
     structs: dict[str, str] = {}  # name of a struct, by its fields: stages that share a binding share its type
     texts = [compose("grid_barrier", (), consts)]
     for number, stage in enumerate(stages):

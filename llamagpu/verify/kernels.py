@@ -78,6 +78,11 @@ STAGES = (
     *((Q4_WEIGHT, mode) for mode in STAGE_MODES),
     *((weight, mode) for weight in LONG for mode in ((Inputs.INT8, Prologue.NORM), INTERLEAVED)),
 )
+BATCH_STAGES = (
+    (Weight(Storage.Q4, 71, 2048), (Inputs.INT8, Prologue.NORM)),
+    (Weight(Storage.Q4, 71, 2048), (Inputs.INT8, Prologue.MERGE)),
+    *((weight, (Inputs.INT8, Prologue.NONE)) for weight in LONG),
+)
 
 
 def linear_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
@@ -125,14 +130,16 @@ def distinct(table: Iterable[Route[S]]) -> Iterable[Route[S]]:
 
 
 def stage_cases(gpu: Gpu) -> Iterator[Case]:
-    """linear_gemv_fused as a separate kernel, with fewer workgroups than rows need.
+    """Stages of fused decode as separate kernels, of one row and of four, with fewer workgroups than rows need.
 
     Two shapes have more iterations than the prefetch covers, and lanes that are idle in the last one.
     """
-    for weight, mode in STAGES if gpu.caps.subgroup else ():
-        route = routes.fused_linear(weight.shape(1, *mode), GridSize(1, 128), gpu.caps)
-        compare = partial(linear, gpu, replace(route, grid=lambda *_: (3, 1, 1)), weight, mode, 1)
-        yield Case(route.kernel, f"{weight.name}, {mode_name(mode)}", compare, mode_bound(mode))
+    one = ((weight, mode, 1) for weight, mode in STAGES)
+    four = ((weight, mode, 4) for weight, mode in BATCH_STAGES if weight.k % (8 * max(1, gpu.caps.subgroup)) == 0)
+    for weight, mode, m in (*one, *four) if gpu.caps.subgroup >= 4 else ():
+        route = routes.fused_linear(weight.shape(m, *mode), GridSize(1, 128), gpu.caps)
+        compare = partial(linear, gpu, replace(route, grid=lambda *_: (3, 1, 1)), weight, mode, m)
+        yield Case(route.kernel, f"{weight.name}, {mode_name(mode)}, m {m}", compare, mode_bound(mode))
 
 
 def linear(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode, m: int) -> Answer:

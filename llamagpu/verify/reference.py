@@ -206,7 +206,7 @@ def linear_inputs(
 ) -> LinearInputs:
     x = random("x").standard_normal((m, k)).astype(np.float32)
     if prologue is Prologue.MERGE:
-        return _partial_sums(gpu, k, inputs)
+        return _partial_sums(gpu, m, k, inputs)
     if prologue is Prologue.NORM:
         weight = random("norm").uniform(0.5, 2.0, k).astype(np.float32)
         spec = PrologueSpec(prologue, {"norm": gpu.upload(weight, "norm")}, {"EPS": EPS})
@@ -220,18 +220,18 @@ def linear_inputs(
     return LinearInputs(gpu.upload(stored, "x"), x.astype(np.float64), inputs)
 
 
-def _partial_sums(gpu: Gpu, k: int, inputs: Inputs) -> LinearInputs:
+def _partial_sums(gpu: Gpu, m: int, k: int, inputs: Inputs) -> LinearInputs:
     """Attention in three splits, one of them without positions."""
     rng, splits, dim = random("splits"), 3, 64
-    sums = rng.standard_normal((k // dim, splits, dim)).astype(np.float32)
-    stats = rng.uniform(1, 4, (k // dim, splits, 2)).astype(np.float32)  # (top, total)
+    sums = rng.standard_normal((m * k // dim, splits, dim)).astype(np.float32)
+    stats = rng.uniform(1, 4, (m * k // dim, splits, 2)).astype(np.float32)  # (top, total)
     sums[:, 1], stats[:, 1] = 0, (-1e30, 0)
     tops, totals = np.moveaxis(stats.astype(np.float64), 2, 0)
     shares = np.exp(tops - tops.max(axis=1, keepdims=True))
     merged = (sums * shares[..., None]).sum(axis=1) / (totals * shares).sum(axis=1, keepdims=True)
     consts: Consts = {"HEAD_DIM": dim, "SPLITS": splits}
     spec = PrologueSpec(Prologue.MERGE, {"stats": gpu.upload(stats, "stats")}, consts, ("split_count_fixed",))
-    return LinearInputs(gpu.upload(sums, "x"), _as_seen(merged.reshape(1, k), inputs), inputs, spec)
+    return LinearInputs(gpu.upload(sums, "x"), _as_seen(merged.reshape(m, k), inputs), inputs, spec)
 
 
 def _as_seen(values: Floats, inputs: Inputs) -> Floats:
