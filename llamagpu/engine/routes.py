@@ -772,9 +772,9 @@ def split_count(bucket: int, kv_heads: int, m: int = 1) -> int:
 
 
 def int8_split_count(s: Attention, caps: Caps) -> int:
-    """The splits of the context in attend_int8: a power of two, up to 256 workgroups, at least 4 kv tiles each."""
+    """The splits of the context in attend_int8: a power of two, up to 256 workgroups, at least 2 kv tiles each."""
     workgroups = s.kv_heads * -(-s.m // int8_tokens(s, select(ATTEND, s, caps).consts))
-    most = min(256 // workgroups, (s.bucket + s.m) // 256, MAX_SPLIT_ROWS // s.m)
+    most = min(256 // workgroups, (s.bucket + s.m) // 128, MAX_SPLIT_ROWS // s.m)
     merges = s.m * s.heads * s.head_dim // 32 <= caps.workgroups
     return 1 << (most.bit_length() - 1) if most > 1 and merges else 1
 
