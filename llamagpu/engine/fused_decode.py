@@ -258,7 +258,7 @@ class FusedDecode:
         # inputs of the down projection that do not fit into workgroup memory are read from global memory
         fits = self.int8 or routes.fits_shared_memory(c.ffn_dim, shape, False, self.grid, gpu.caps)
         down_inputs = self.inputs if fits else Inputs.INTERLEAVED
-        copy = PrologueSpec(Prologue.NORM, {}, {"NORM": False})
+        copy = PrologueSpec(Prologue.NORM, {"norm": ffn_norm}, {"NORM": False})
         down = copy if fits and rows == 1 else ops.NO_PROLOGUE
         return [
             *linear(0, x, to_qkv, self.inputs, self.norm(attn_norm)),
