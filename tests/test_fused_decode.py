@@ -209,6 +209,7 @@ def test_the_cache_grows_and_is_read_back(fused_gpu, tmp_path):
 def rows_gpu(fused_gpu, monkeypatch):
     """Steps of up to 4 rows are fused, as where the barrier was measured."""
     monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, measured_barrier=True))
+    monkeypatch.setattr(routes, "MAX_FUSED_VALUES", 1 << 20)
     monkeypatch.setattr(routes, "FUSED_BATCH", {4: (1, 2)})
     monkeypatch.setattr(routes, "int8_result_lanes", lambda grid, caps: 16)  # 64 rows of gate and up in two passes
     return fused_gpu
@@ -274,6 +275,7 @@ def test_widths_that_are_fused(fused_gpu, monkeypatch):
     """As many rows as are faster and fit workgroup memory, where the barrier was measured."""
     caps = replace(fused_gpu.caps, measured_barrier=True, cpu=False, subgroup=32, shared_bytes=49152, invocations=1024)
     llama_8b, llama_1b = (Attention(1, 32, 8, head_dim) for head_dim in (128, 64))
+    monkeypatch.setattr(routes, "MAX_FUSED_VALUES", 8192)
     assert routes.fused_widths(4096, llama_8b, True, False, caps) == (2,)
     assert routes.fused_widths(2048, llama_1b, True, False, caps) == (2, 4)
     monkeypatch.setattr(routes, "MAX_FUSED_VALUES", 1 << 20)

@@ -315,8 +315,9 @@ GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], .
 GEMV_WIDTHS = (2, 4, 8, 16)  # most token rows of the GEMV kernels
 FUSED_BATCH = {2: (2, 1), 4: (2, 1), 8: (2, 1)}  # by token rows of a fused kernel: row pairs of a lane, prefetch depth
 # A step fused and unfused on an H200 (2026-11-16), us: 1B 2 rows 488 and 710, 4 rows 640 and 712, 8 rows 967 and 876;
-# 8B 2 rows 2120 and 2510, 4 rows 2860 and 2610.
-MAX_FUSED_VALUES = 8192  # rows x dim of a fused step
+# 8B 2 rows 2120 and 2510, 4 rows 2860 and 2610. That was an earlier form of the kernel, and 8192 would be the limit.
+# The present form has run on no GPU yet, so no step is fused.
+MAX_FUSED_VALUES = 0  # rows x dim of a fused step
 GEMM_WIDTHS = (32, 64, 128, 256)  # most token rows of the small GEMM tiles
 
 # Likewise, and up to how many token rows: more than 8 leave no registers for two pairs of rows.
