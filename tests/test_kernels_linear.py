@@ -47,6 +47,7 @@ from llamagpu.verify.reference import (
 )
 
 Q4, Q6, Q8, F16 = Storage.Q4, Storage.Q6, Storage.Q8, Storage.F16
+SPLIT_K = (512, 1024, 2048)  # split twice, four and eight times
 WEIGHTS = (
     Weight(Q4, 71, 576),  # Q4_0, the width of SmolLM2; odd n
     Weight(Q8, 71, 576),  # Q8_0; odd n
@@ -80,13 +81,13 @@ WEIGHTS = (
     Weight(F16, 1, 1),  # one weight
     Weight(Q4, 8193, 192),  # tiles enough for a large GPU; blocks left over when k is split
     Weight(Q8, 3073, 192, 16),  # fewer
-    Weight(Q4, 70, 1024),  # k split four times
+    *(Weight(Q4, 70, k) for k in SPLIT_K),
 )
 ROUNDED_WEIGHTS = (1e-4, 2e-2)  # f16 weights that the kernel rounds to int8
 TOKENS = (1, 2, 3, 7, 8, 9, 32, 33, 65, 70)
 WIDTHS = {  # k that these inputs are tried with
     (Inputs.F32, Prologue.NONE): range(1, 8193),
-    (Inputs.INT8, Prologue.NONE): (128, 192, 256, 576, 1024, 2048),
+    (Inputs.INT8, Prologue.NONE): (128, 192, 256, 512, 576, 1024, 2048),
     (Inputs.INT8, Prologue.NORM): (576,),
     (Inputs.INT8, Prologue.MERGE): (576,),
 }
@@ -106,7 +107,8 @@ class LinearCase:
 
     @property
     def first(self) -> bool:
-        return self.weight == WEIGHTS[0] or self.epilogue is not Epilogue.STORE or self.weight.n > 2000
+        split = self.inputs is Inputs.INT8 and self.weight in WEIGHTS[-len(SPLIT_K) :]
+        return self.weight == WEIGHTS[0] or self.epilogue is not Epilogue.STORE or self.weight.n > 2000 or split
 
     @property
     def main(self) -> bool:
@@ -138,6 +140,7 @@ LINEAR = runs(
 )
 
 
+@covers("linear_sum")
 @on_gpus(LINEAR)
 def test_linear(any_gpu, route, case):
     gpu, table, tokens = any_gpu, only(any_gpu, route, case), case.tokens(route, any_gpu.caps)
@@ -160,10 +163,13 @@ def test_linear(any_gpu, route, case):
         assert (got[m:] == GUARD).all(), f"{m} rows: wrote behind the last"
 
 
+F32_TILES = [r for r in routes.LINEAR if r.kernel == "linear_gemm"]
+
+
 @pytest.mark.parametrize("weight", [Weight(Q4, 71, 576), Weight(F16, 66, 40)], ids=lambda weight: weight.name)
 @pytest.mark.parametrize(
     "route",
-    [r for r in routes.LINEAR if r.kernel == "linear_gemm"],
+    F32_TILES,
     ids=lambda r: f"{r.consts['TILE_M']}x{r.consts['TILE_N']}",
 )
 def test_every_f32_tile(gpu, route, weight):

@@ -14,7 +14,12 @@ from llamagpu.verify.reference import F32, Case, dequantise_blocks, quantise_blo
 from llamagpu.verify.textures import texture_cases
 
 # run in another kernel's case
-WITHIN = {"mul": "rms_norm_plain", "attend_texture_values": "attend_texture_scores", "quantise_kv": "attend_int8"}
+WITHIN = {
+    "mul": "rms_norm_plain",
+    "attend_texture_values": "attend_texture_scores",
+    "quantise_kv": "attend_int8",
+    "linear_sum": "linear_gemm_int8",
+}
 
 
 @pytest.mark.parametrize("quick", [False, True], ids=["all", "quick"])

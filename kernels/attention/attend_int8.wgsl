@@ -20,6 +20,7 @@ const HEAD_DIM: u32 = 64u;
 const WINDOW: u32 = 0u;  // a token sees the last WINDOW positions, its own included; 0: all
 const SCALE: f32 = 1.0;
 const INT8: bool = false;
+const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // int8 blocks of a token
 const ONE_SEGMENT: bool = false;  // all rows belong to one segment: then nothing is looked up by row
 const SPLITS: u32 = 1u;
 const WORKGROUP: u32 = 128u;
@@ -156,8 +157,9 @@ fn store_run(sum: Eight, factor: f32, first4: u32, split: u32, live: bool, run: 
   let b = sum.b * bitcast<vec4<f32>>(kv[roots + HEAD_VEC4 + at + 1u]) * factor;
   if (SPLITS == 1u && INT8) {  // 4 neighbouring invocations hold 32 dimensions
     let block = quantise_block(a, b, index);
-    let out = 12u * ((first4 + at) / 8u) + index % 4u;
-    if (live) { y[out] = block.even; y[out + 4u] = block.odd; y[out + 8u] = block.scale; }
+    let number = (first4 + at) / 8u;
+    let out = block_word(number / BLOCKS, number % BLOCKS, BLOCKS) + index % 4u;
+    if (live) { y[out] = block.even; y[out + 4u * BLOCKS] = block.odd; y[out + 8u * BLOCKS] = block.scale; }
   } else if (live) {
     let out = first4 * SPLITS + split * HEAD_VEC4 + at;
     store4(out, a);

@@ -66,22 +66,22 @@ var<workgroup> w_offset: array<vec4<f32>, select(1u, SPANS * TILE_N / 4u, HAS_OF
 fn store_hidden(i: u32, v: f32) { tile[i / 4u][i % 4u] = bitcast<u32>(v); }
 fn load_hidden(i: u32) -> vec4<f32> { return bitcast<vec4<f32>>(tile[i / 4u]); }
 
-// Slots permute the tokens or rows of every 4 * quads, so that neighbouring invocations, which take natural quads, read
-// neighbouring vec4s: slot e * quads + q is element e of quad q.
-fn from_slot(slot: u32, quads: u32) -> u32 { return slot / (4u * quads) * 4u * quads + slot % quads * 4u + slot % (4u * quads) / quads; }
-fn quad_slot(quad: u32, quads: u32) -> u32 { return quad / quads * 4u * quads + quad % quads; }
-const X_QUADS: u32 = min(8u, TILE_M / 4u);
-const W_QUADS: u32 = 8u;
+// An invocation takes four neighbouring tokens, and twice four neighbouring rows. Slots permute them, so that
+// neighbouring invocations read neighbouring vec4s: of every 4 * fours, slot e * fours + q is element e of the q-th four.
+fn from_slot(slot: u32, fours: u32) -> u32 { return slot / (4u * fours) * 4u * fours + slot % fours * 4u + slot % (4u * fours) / fours; }
+fn four_slot(four: u32, fours: u32) -> u32 { return four / fours * 4u * fours + four % fours; }
+const X_FOURS: u32 = min(8u, TILE_M / 4u);
+const W_FOURS: u32 = 8u;
 
 fn tile_sources(row0: u32, token0: u32, index: u32) -> Sources {
   var at: Sources;
   for (var i = 0u; i < X_LOADS; i++) {
     let n = index + i * WORKGROUP;
-    let token = min(token0 + from_slot(min(n / (2u * BLOCKS), TILE_M - 1u), X_QUADS), step.rows - 1u);
+    let token = min(token0 + from_slot(min(n / (2u * BLOCKS), TILE_M - 1u), X_FOURS), step.rows - 1u);
     at.x[i] = (3u * token + n / BLOCKS % 2u) * (K / 32u) + n % BLOCKS;
   }
   for (var i = 0u; i < W_LOADS; i++) {
-    at.w_row[i] = min(row0 + from_slot(min((index + i * WORKGROUP) / BLOCKS, TILE_N - 1u), W_QUADS), N - 1u);
+    at.w_row[i] = min(row0 + from_slot(min((index + i * WORKGROUP) / BLOCKS, TILE_N - 1u), W_FOURS), N - 1u);
   }
   for (var i = 0u; i < X_SCALES; i++) {
     at.x_scale[i] = (3u * min(token0 + (index + i * WORKGROUP) % TILE_M, step.rows - 1u) + 2u) * (K / 32u);
@@ -135,7 +135,7 @@ fn stage_tile(loads: ptr<function, TileLoads>, index: u32) {
       let at = W_TILE + n % BLOCKS * 2u * W_PLANE + n / BLOCKS;
       tile[at] = signed_bytes(p.even);
       tile[at + W_PLANE] = signed_bytes(p.odd);
-      if (OWN_SCALE) { let j = n % BLOCKS * TILE_N + from_slot(n / BLOCKS, W_QUADS); w_scale[j / 4u][j % 4u] = raw_scale((*loads).w[i]); }
+      if (OWN_SCALE) { let j = n % BLOCKS * TILE_N + from_slot(n / BLOCKS, W_FOURS); w_scale[j / 4u][j % 4u] = raw_scale((*loads).w[i]); }
     }
   }
   for (var i = 0u; i < X_SCALES; i++) {
@@ -158,9 +158,9 @@ fn dot8(a: vec2<u32>, w: vec2<u32>) -> i32 { return dot4I8Packed(a.x, w.y) + dot
 fn dot16(a: vec4<u32>, w: vec4<u32>) -> i32 { return dot8(a.xy, w.xy) + dot8(a.zw, w.zw); }
 
 fn add_plane(s: ptr<function, Sums>, x_at: u32, w_at: u32, w_at2: u32) {  // 16 k of the 4 tokens and 8 rows
-  let w0 = tile[w_at]; let w1 = tile[w_at + W_QUADS]; let w2 = tile[w_at + 2u * W_QUADS]; let w3 = tile[w_at + 3u * W_QUADS];
-  let w4 = tile[w_at2]; let w5 = tile[w_at2 + W_QUADS]; let w6 = tile[w_at2 + 2u * W_QUADS]; let w7 = tile[w_at2 + 3u * W_QUADS];
-  let v0 = tile[x_at]; let v1 = tile[x_at + X_QUADS]; let v2 = tile[x_at + 2u * X_QUADS]; let v3 = tile[x_at + 3u * X_QUADS];
+  let w0 = tile[w_at]; let w1 = tile[w_at + W_FOURS]; let w2 = tile[w_at + 2u * W_FOURS]; let w3 = tile[w_at + 3u * W_FOURS];
+  let w4 = tile[w_at2]; let w5 = tile[w_at2 + W_FOURS]; let w6 = tile[w_at2 + 2u * W_FOURS]; let w7 = tile[w_at2 + 3u * W_FOURS];
+  let v0 = tile[x_at]; let v1 = tile[x_at + X_FOURS]; let v2 = tile[x_at + 2u * X_FOURS]; let v3 = tile[x_at + 3u * X_FOURS];
   (*s).a0 += vec4<i32>(dot16(v0, w0), dot16(v0, w1), dot16(v0, w2), dot16(v0, w3));
   (*s).b0 += vec4<i32>(dot16(v0, w4), dot16(v0, w5), dot16(v0, w6), dot16(v0, w7));
   (*s).a1 += vec4<i32>(dot16(v1, w0), dot16(v1, w1), dot16(v1, w2), dot16(v1, w3));
@@ -174,12 +174,12 @@ fn add_plane(s: ptr<function, Sums>, x_at: u32, w_at: u32, w_at2: u32) {  // 16 
 fn half_of(v: vec4<u32>, high: bool) -> vec2<u32> { return select(v.xy, v.zw, high); }
 
 fn add_half_plane(s: ptr<function, Sums>, x_at: u32, w_at: u32, w_at2: u32, high: bool) {  // 8 k, for groups of 16
-  let w0 = half_of(tile[w_at], high); let w1 = half_of(tile[w_at + W_QUADS], high);
-  let w2 = half_of(tile[w_at + 2u * W_QUADS], high); let w3 = half_of(tile[w_at + 3u * W_QUADS], high);
-  let w4 = half_of(tile[w_at2], high); let w5 = half_of(tile[w_at2 + W_QUADS], high);
-  let w6 = half_of(tile[w_at2 + 2u * W_QUADS], high); let w7 = half_of(tile[w_at2 + 3u * W_QUADS], high);
-  let v0 = half_of(tile[x_at], high); let v1 = half_of(tile[x_at + X_QUADS], high);
-  let v2 = half_of(tile[x_at + 2u * X_QUADS], high); let v3 = half_of(tile[x_at + 3u * X_QUADS], high);
+  let w0 = half_of(tile[w_at], high); let w1 = half_of(tile[w_at + W_FOURS], high);
+  let w2 = half_of(tile[w_at + 2u * W_FOURS], high); let w3 = half_of(tile[w_at + 3u * W_FOURS], high);
+  let w4 = half_of(tile[w_at2], high); let w5 = half_of(tile[w_at2 + W_FOURS], high);
+  let w6 = half_of(tile[w_at2 + 2u * W_FOURS], high); let w7 = half_of(tile[w_at2 + 3u * W_FOURS], high);
+  let v0 = half_of(tile[x_at], high); let v1 = half_of(tile[x_at + X_FOURS], high);
+  let v2 = half_of(tile[x_at + 2u * X_FOURS], high); let v3 = half_of(tile[x_at + 3u * X_FOURS], high);
   (*s).a0 += vec4<i32>(dot8(v0, w0), dot8(v0, w1), dot8(v0, w2), dot8(v0, w3));
   (*s).b0 += vec4<i32>(dot8(v0, w4), dot8(v0, w5), dot8(v0, w6), dot8(v0, w7));
   (*s).a1 += vec4<i32>(dot8(v1, w0), dot8(v1, w1), dot8(v1, w2), dot8(v1, w3));
@@ -252,15 +252,15 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   // operands
   let lane = index % 32u;
   let outer = index % TEAM_SIZE / 32u;
-  let odd_bits = (lane >> 1u & 1u) + (lane >> 2u & 2u);
-  let even_bits = (lane & 1u) + (lane >> 1u & 2u) + (lane >> 2u & 4u);
+  let odd_bits = ((lane >> 1u) & 1u) + ((lane >> 2u) & 2u);
+  let even_bits = (lane & 1u) + ((lane >> 1u) & 2u) + ((lane >> 2u) & 4u);
   const WIDE = THREADS_N >= 8u;
   const LANES_N = select(4u, 8u, WIDE);
   const LANES_M = 32u / LANES_N;
   let thread_n = outer % (THREADS_N / LANES_N) * LANES_N + select(odd_bits, even_bits, WIDE);
   let thread_m = outer / (THREADS_N / LANES_N) * LANES_M + select(even_bits, odd_bits, WIDE);
-  let place = Place(quad_slot(thread_m, X_QUADS), W_TILE + quad_slot(thread_n, W_QUADS),
-                    W_TILE + quad_slot(thread_n + THREADS_N, W_QUADS), thread_m, thread_n);
+  let place = Place(four_slot(thread_m, X_FOURS), W_TILE + four_slot(thread_n, W_FOURS),
+                    W_TILE + four_slot(thread_n + THREADS_N, W_FOURS), thread_m, thread_n);
   var c = Totals();
   const PER_SPLIT = (K / 32u + GRID_SPLIT * BLOCKS - 1u) / (GRID_SPLIT * BLOCKS) * BLOCKS;
   let begin = select(workgroup.z * PER_SPLIT, 0u, GRID_SPLIT == 1u);  // without splits the driver sees a constant

@@ -18,7 +18,7 @@ fn load_raw(row: u32, b: u32) -> Raw {
 fn top_weight(r: Raw) -> f32 {
   let low = vec4<u32>(0x7FFFu);
   let pairs = max(max(r.a & low, r.b & low), max(r.c & low, r.d & low));
-  let high = max(max(r.a >> vec4<u32>(16u) & low, r.b >> vec4<u32>(16u) & low), max(r.c >> vec4<u32>(16u) & low, r.d >> vec4<u32>(16u) & low));
+  let high = max(max((r.a >> vec4<u32>(16u)) & low, (r.b >> vec4<u32>(16u)) & low), max((r.c >> vec4<u32>(16u)) & low, (r.d >> vec4<u32>(16u)) & low));
   let top = max(pairs, high);
   return unpack_f16(max(max(top.x, top.y), max(top.z, top.w))).x;
 }

@@ -35,7 +35,7 @@ from llamagpu.engine.ops import (
 from llamagpu.engine.options import Precision, Settings
 from llamagpu.engine.routes import Attention, Epilogue, Inputs, Prologue
 from llamagpu.engine.step_inputs import Segment, StepInputs
-from llamagpu.engine.weights import Layer, Matrix, Weights, in_order
+from llamagpu.engine.weights import Layer, Matrix, Weights
 from llamagpu.files.config import ModelConfig
 from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange
 from llamagpu.gpu.caps import Caps
@@ -262,8 +262,9 @@ class BufferModel(Model):
     def _split_bytes(self) -> Iterator[int]:
         """Bytes of the partial sums of every linear that is split over k."""
         widths = {self.plan_width(rows) for rows in range(2, self.chunk + 1)}
-        matrices = {(shard.layout, shard.n): shard for m in in_order(self.weights) for shard in m.shards}
-        for width, shard in product(sorted(widths), matrices.values()):
+        matrices = [m for layer in self.weights.layers for m in (layer.qkv, layer.attn_output, layer.ffn_down)]
+        shards = {(shard.layout, shard.n): shard for matrix in matrices for shard in matrix.shards}
+        for width, shard in product(sorted(widths), shards.values()):
             shape = shard.shape(width, self.inputs(width), epilogue=Epilogue.ADD)
             if routes.fits_any(routes.LINEAR, shape, self.gpu.caps):
                 splits = routes.select(routes.LINEAR, shape, self.gpu.caps).consts.get("GRID_SPLIT", 1)

@@ -348,11 +348,15 @@ def tile_rows(s: Linear) -> int:
     bytes q4 that takes three times as long with tiles of 64 token rows, which take the smallest pieces, as with 32."""
     if 32 < s.m <= 64 and s.k % 8192 == 0:
         return 32
+    if 128 < s.m <= 256 and tile_count(s, 64, 64) < 256:  # twice as many tiles are better than splits
+        return 32
     return next((rows for rows in GEMM_TILE_ROWS if s.m <= rows), GEMM_TILE_ROWS[-1])
 
 
 def grid_splits(s: Linear) -> int:
-    """Workgroups that share a tile, each at least 256 k of it."""
+    """Workgroups that share a tile, each at least 256 k of it. More than 128 tokens have tiles enough."""
+    if s.m > 128:
+        return 1
     tiles = -(-s.m // tile_rows(s)) * -(-s.n // 64)
     wanted = next((splits for splits in GRID_SPLITS if tiles * splits >= 384), GRID_SPLITS[-1])
     return max(splits for splits in GRID_SPLITS if splits <= wanted and (splits == 1 or 256 * splits <= s.k))
