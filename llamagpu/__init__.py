@@ -13,12 +13,14 @@ from llamagpu import errors
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from llamagpu.engine.grammar import Grammar
     from llamagpu.engine.sampler import Sampling
     from llamagpu.llama import Completion, Generation, Llama, Logprob, Timings, Token, Usage, load
 
 __all__ = [
     "Completion",
     "Generation",
+    "Grammar",
     "Llama",
     "Logprob",
     "Sampling",

@@ -33,6 +33,10 @@ class WrongState(LlamaGpuError, RuntimeError):
     """The Llama is closed or in use in another thread, or the generation was ended by a later call."""
 
 
+class GrammarFailed(LlamaGpuError):
+    """The grammar became too complex for its limits, or no token continues the text, in the midst of a generation."""
+
+
 class BadFile(LlamaGpuError):
     """The file is missing, cut short, damaged or hostile."""
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from llamagpu.arguments import check_messages, stop_strings, token_ids
 from llamagpu.engine import prompt_cache
+from llamagpu.engine.grammar import Grammar, GrammarVocabulary, Matcher
 from llamagpu.engine.load import LoadedModel, LoadTimes, elapsed, load_model, open_source
 from llamagpu.engine.memory import MemoryPlan
 from llamagpu.engine.options import EngineOptions, KvType, Precision
@@ -247,13 +248,15 @@ class Llama:
     @overload
     def chat(
         self, messages: Sequence[Message], *, max_tokens: int = -1, sampling: Sampling | None = None,
-        stop: str | Sequence[str] = (), logprobs: int | None = None, stream: Literal[False] = False,
+        stop: str | Sequence[str] = (), grammar: Grammar | None = None, logprobs: int | None = None,
+        stream: Literal[False] = False,
     ) -> Completion: ...  # fmt: skip
 
     @overload
     def chat(
         self, messages: Sequence[Message], *, max_tokens: int = -1, sampling: Sampling | None = None,
-        stop: str | Sequence[str] = (), logprobs: int | None = None, stream: Literal[True],
+        stop: str | Sequence[str] = (), grammar: Grammar | None = None, logprobs: int | None = None,
+        stream: Literal[True],
     ) -> "Generation": ...  # fmt: skip
 
     def chat(
@@ -263,6 +266,7 @@ class Llama:
         max_tokens: int = -1,
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
+        grammar: Grammar | None = None,
         logprobs: int | None = None,
         stream: bool = False,
     ) -> "Completion | Generation":
@@ -275,19 +279,23 @@ class Llama:
         True
         """
         ids = self.encode_chat(messages)
-        run = self.generate(ids, max_tokens=max_tokens, sampling=sampling, stop=stop, logprobs=logprobs)
+        run = self.generate(
+            ids, max_tokens=max_tokens, sampling=sampling, stop=stop, grammar=grammar, logprobs=logprobs
+        )
         return run if stream else run.result()
 
     @overload
     def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int = -1, sampling: Sampling | None = None,
-        stop: str | Sequence[str] = (), logprobs: int | None = None, stream: Literal[False] = False,
+        stop: str | Sequence[str] = (), grammar: Grammar | None = None, logprobs: int | None = None,
+        stream: Literal[False] = False,
     ) -> Completion: ...  # fmt: skip
 
     @overload
     def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int = -1, sampling: Sampling | None = None,
-        stop: str | Sequence[str] = (), logprobs: int | None = None, stream: Literal[True],
+        stop: str | Sequence[str] = (), grammar: Grammar | None = None, logprobs: int | None = None,
+        stream: Literal[True],
     ) -> "Generation": ...  # fmt: skip
 
     def complete(
@@ -297,20 +305,26 @@ class Llama:
         max_tokens: int = -1,
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
+        grammar: Grammar | None = None,
         logprobs: int | None = None,
         stream: bool = False,
     ) -> "Completion | Generation":
         """Continue a text or a list of ids, without a chat template.
 
         `max_tokens`: -1 generates until an end token or the end of the context. `stop`: a text, or several, that end
-        the answer and are not part of it. `logprobs`: N adds the log probability of each token and of the N likeliest
-        in its place. `stream` returns a Generation, an iterator over the tokens.
+        the answer and are not part of it. `grammar`: what the text has to match; where it can only end, it ends.
+        `logprobs`: N adds the log probability of each token and of the N likeliest in its place, those that the grammar
+        excludes among them. `stream` returns a Generation, an iterator over the tokens.
 
         >>> answer = llama.complete("the quick", max_tokens=4, sampling=Sampling(temperature=0), logprobs=2)
         >>> {len(logprob.top) for logprob in answer.logprobs}
         {2}
+        >>> llama.complete("the quick", grammar=Grammar.regex("yes|no")).text in ("yes", "no")
+        True
         """
-        run = self.generate(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, logprobs=logprobs)
+        run = self.generate(
+            prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, grammar=grammar, logprobs=logprobs
+        )
         return run if stream else run.result()
 
     def generate(
@@ -320,6 +334,7 @@ class Llama:
         max_tokens: int = -1,
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
+        grammar: Grammar | None = None,
         ignore_eos: bool = False,
         logprobs: int | None = None,
         progress: Progress | None = None,
@@ -340,6 +355,7 @@ class Llama:
         check_argument("max_tokens", max_tokens, is_whole(max_tokens, -1), f"{AT_LEAST_0}; -1: until the end")
         check_argument("logprobs", logprobs, logprobs is None or is_whole(logprobs, 0), f"{AT_LEAST_0}, or None")
         check_argument("sampling", sampling, isinstance(sampling, Sampling | None), "a llamagpu.Sampling")
+        check_argument("grammar", grammar, isinstance(grammar, Grammar | None), "a llamagpu.Grammar")
         new = abs(max_tokens)  # -1: at least one
         wanted = len(ids) + new
         if wanted > self.context:
@@ -355,7 +371,13 @@ class Llama:
         if wanted > self.loaded.engine.cache.capacity:
             self.loaded.check_memory(wanted)
         stops = stop_strings(stop)
-        return Generation(self, ids, max_tokens, sampling or self.sampling, stops, ignore_eos, logprobs, progress)
+        matcher = Matcher(grammar, self._grammar_vocabulary) if grammar else None
+        how = sampling or self.sampling
+        return Generation(self, ids, max_tokens, how, stops, ignore_eos, logprobs, progress, matcher)
+
+    @cached_property
+    def _grammar_vocabulary(self) -> GrammarVocabulary:
+        return GrammarVocabulary(self.tokenizer, self.config.vocab)
 
     def embed(self, text: str | Sequence[str]) -> NDArray[np.float32]:
         """The embedding [dim] of a text, or [n, dim] of several: the mean hidden state, of length 1.
@@ -431,9 +453,11 @@ class Generation(Iterator[Token]):
     ignore_eos: bool
     top_logprobs: int | None = None
     progress: Progress | None = field(default=None, repr=False)
+    matcher: Matcher | None = field(default=None, repr=False)
     ids: list[int] = field(default_factory=list)
     text: str = ""
-    finish_reason: str = ""  # stop: end token or stop string; length: max_tokens; context: the context is full
+    # stop: end token, stop string or end of the grammar; length: max_tokens; context: the context is full
+    finish_reason: str = ""
     timings: Timings = field(default_factory=Timings)
     logprobs: list[Logprob] = field(default_factory=list, repr=False)  # one for each id, with `logprobs`
     _decoder: StreamDecoder = field(init=False, repr=False)
@@ -444,9 +468,9 @@ class Generation(Iterator[Token]):
     def __post_init__(self) -> None:
         self._decoder = self.llama.tokenizer.stream()
         llama, prompt, most, top = self.llama, self.prompt_ids, self.max_tokens, self.top_logprobs
-        sampled = partial(sampled_ids, llama, prompt, most, self.sampling)
+        sampled = partial(sampled_ids, llama, prompt, most, self.sampling, self.matcher)
         if top is not None:
-            sampled = partial(scored_ids, llama, prompt, self.sampling, top, self.logprobs)
+            sampled = partial(scored_ids, llama, prompt, self.sampling, top, self.logprobs, self.matcher)
         self._steps = new_ids(llama, prompt, most, sampled, self.timings, self.progress)
 
     def __next__(self) -> Token:
@@ -513,7 +537,7 @@ class Generation(Iterator[Token]):
 
     def _reason(self, id: int) -> str:
         """The finish reason if `id`, the latest token, is the last one; else empty."""
-        if self._ends(id):
+        if self._ends(id) or (self.matcher and self.matcher.stopped):
             return "stop"
         if len(self.ids) == self.max_tokens:
             return "length"
@@ -555,12 +579,14 @@ def new_ids(
             yield id
 
 
-def sampled_ids(llama: Llama, prompt_ids: list[int], max_tokens: int, sampling: Sampling) -> Generator[int, None, None]:
+def sampled_ids(
+    llama: Llama, prompt_ids: list[int], max_tokens: int, sampling: Sampling, matcher: Matcher | None = None
+) -> Generator[int, None, None]:
     """Continue the sequence, on the device if its kernel can."""
     engine, sequence = llama.loaded.engine, llama.sequence
     most = None if max_tokens < 0 else max_tokens
-    if not sampling.greedy and not engine.samples_on_device(sampling):
-        yield from engine.sample_on_host(sequence, host_sampler(sampling, prompt_ids))
+    if matcher or (not sampling.greedy and not engine.samples_on_device(sampling)):
+        yield from engine.sample_on_host(sequence, host_sampler(sampling, prompt_ids, matcher))
         return
     need_finite(engine.read_logits())  # the device would sample an arbitrary token from NaN logits
     if sampling.greedy:
@@ -570,10 +596,15 @@ def sampled_ids(llama: Llama, prompt_ids: list[int], max_tokens: int, sampling: 
 
 
 def scored_ids(
-    llama: Llama, prompt_ids: list[int], sampling: Sampling, top: int, logprobs: list[Logprob]
+    llama: Llama,
+    prompt_ids: list[int],
+    sampling: Sampling,
+    top: int,
+    logprobs: list[Logprob],
+    matcher: Matcher | None = None,
 ) -> Generator[int, None, None]:
     """Continue the sequence on the host, and append the log probabilities of each token."""
-    sample, tokenizer = host_sampler(sampling, prompt_ids), llama.tokenizer
+    sample, tokenizer = host_sampler(sampling, prompt_ids, matcher), llama.tokenizer
 
     def text_of(id: int) -> str:
         padding = id >= tokenizer.vocab_size  # a row of the embedding table without a token
@@ -599,6 +630,7 @@ def possible_stop(text: str, stops: Sequence[str]) -> int:
 __all__ = [
     "Completion",
     "Generation",
+    "Grammar",
     "Llama",
     "LoadedModel",
     "Logprob",

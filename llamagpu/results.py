@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log probability of a token, before penalties, temperature and filters."""
+    """The log probability of a token, before grammar, penalties, temperature and filters."""
 
     id: int
     text: str  # of this token alone
@@ -50,7 +50,7 @@ class Completion:
     """What `Llama.chat` and `Llama.complete` return."""
 
     text: str
-    finish_reason: str  # stop: end token or stop string; length: max_tokens; context: the context is full
+    finish_reason: str  # stop: end token, stop string or end of the grammar; length: max_tokens; context: it is full
     usage: Usage
     ids: tuple[int, ...]
     logprobs: tuple[Logprob, ...]  # one for each id, with `logprobs`; else none

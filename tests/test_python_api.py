@@ -3,6 +3,7 @@
 import doctest
 import gc
 import inspect
+import json
 import subprocess
 import sys
 import threading
@@ -19,8 +20,8 @@ from reference import EMBEDDING, Reference, assert_close
 from test_model import F32, INT8
 
 import llamagpu
-from llamagpu import Completion, Generation, Llama, Sampling
-from llamagpu.engine import sampler
+from llamagpu import Completion, Generation, Grammar, Llama, Sampling
+from llamagpu.engine import grammar, sampler
 from llamagpu.engine.options import Backend, Precision
 from llamagpu.errors import BadArgument, BadFile, DoesNotFit, LlamaGpuError, WrongState
 from llamagpu.files.gguf_file import GgufFile
@@ -65,8 +66,8 @@ def test_every_argument_has_a_name(function):
 def test_docstring_examples(llama):
     """All of them, except that of `load`, which tests/test_examples.py runs: it needs the default model."""
     finder, runner = doctest.DocTestFinder(exclude_empty=True), doctest.DocTestRunner(verbose=False)
-    names = {"llama": llama, "Sampling": Sampling}
-    tests = [t for m in (llamagpu.llama, sampler) for t in finder.find(m, globs=names) if t.examples]
+    names = {"llama": llama, "Sampling": Sampling, "Grammar": Grammar, "json": json}
+    tests = [t for m in (llamagpu.llama, sampler, grammar) for t in finder.find(m, globs=names) if t.examples]
     run = [test for test in tests if test.name != "llamagpu.llama.load"]
     assert {"llamagpu.llama.Llama.chat", "llamagpu.llama.Llama.embed"} < {test.name for test in run}
     for test in run:
@@ -282,6 +283,7 @@ def test_sampling_takes_the_ends_of_the_ranges():
         (dict(logprobs=True), "logprobs is True"),
         (dict(logprobs=-1), "logprobs is -1"),
         (dict(sampling=0.8), "sampling is 0.8"),
+        (dict(grammar="yes|no"), "grammar is 'yes|no'"),
         (dict(prompt=["a", "b"]), r"prompt is \['a', 'b'\]"),
         (dict(prompt=b"abc"), "prompt is b'abc'"),
         (dict(prompt=None), "prompt is None"),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llamagpu.errors import NumericCheckFailed, check_argument, is_number, is_whole
+from llamagpu.engine.grammar import Matcher, allowed_tokens
+from llamagpu.errors import GrammarFailed, NumericCheckFailed, check_argument, is_number, is_whole
 
 Floats = NDArray[np.floating]
 
@@ -51,18 +52,33 @@ class Sampling:
         return self.temperature <= 0 and self.repeat_penalty == 1.0
 
 
-def host_sampler(sampling: Sampling, prompt: Sequence[int]) -> Callable[[Floats], int]:
-    """A function that samples a token from logits and remembers it. Equal seeds and logits give equal tokens."""
+def host_sampler(sampling: Sampling, prompt: Sequence[int], matcher: Matcher | None = None) -> Callable[[Floats], int]:
+    """A function that samples a token from logits and remembers it. Equal seeds and logits give equal tokens.
+
+    With a matcher the token is one that the grammar allows, and the matcher accepts it.
+    """
     random = np.random.default_rng(sampling.seed)
     recent = deque(prompt, maxlen=max(1, sampling.repeat_last_n))
 
     def sample_next(logits: Floats) -> int:
         need_finite(logits)
-        token = sample(penalise(logits.astype(np.float64), recent, sampling), sampling, random)
+        values = penalise(logits.astype(np.float64), recent, sampling)
+        token = sample_matching(values, sampling, random, matcher) if matcher else sample(values, sampling, random)
         recent.append(token)
         return token
 
     return sample_next
+
+
+def sample_matching(logits: Floats, sampling: Sampling, random: np.random.Generator, matcher: Matcher) -> int:
+    words = np.empty(matcher.words, np.int32)
+    matcher.mask(words)
+    allowed = allowed_tokens(words, logits.size)
+    if not allowed.size:
+        raise GrammarFailed("the grammar cannot go on: this model has no token for it", "use another grammar or model")
+    token = int(allowed[sample(logits[allowed], sampling, random)])
+    matcher.accept(token)
+    return token
 
 
 def need_finite(logits: Floats) -> None:

@@ -174,6 +174,10 @@ class Tokenizer:
             ids.append(self.eos_id)
         return ids
 
+    def encode_inner(self, text: str) -> list[int]:
+        """The token ids of a text within another: no BOS, no space in front, no special tokens."""
+        return [id for word in self._words(text, False) for id in self._word_ids(word)]
+
     def decode(self, ids: Iterable[int], special: bool = True) -> str:
         """Bytes that are not UTF-8 become U+FFFD. Without `special`, control tokens are left out."""
         return self.decode_bytes(ids, special).decode("utf-8", "replace")
