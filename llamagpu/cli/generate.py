@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llamagpu.cli import options as o
+from llamagpu.cli.grammar import GrammarOption, RegexOption, SchemaOption, read_grammar
 from llamagpu.cli.models import find_model, open_model
 from llamagpu.cli.terminal import (
     Interrupted,
@@ -58,6 +59,9 @@ def generate(
         typer.Option("--stop", "-r", "--reverse-prompt", help="End before this text; may be repeated (default: none)."),
     ] = None,
     ignore_eos: Annotated[bool, o.option("--ignore-eos", help="Continue after the model's end token.")] = False,
+    json_schema: SchemaOption = None,
+    grammar: GrammarOption = None,
+    regex: RegexOption = None,
     raw: Annotated[
         bool, o.option("--raw", "-no-cnv", help="Continue the text as it is, without the chat template.")
     ] = False,
@@ -82,6 +86,7 @@ def generate(
         raise Usage("--prompt-cache-ro is given without a file", "name it with --prompt-cache FILE")
     if prompt_cache and not prompt_cache_ro:
         check_folder(prompt_cache)
+    matched = read_grammar(json_schema, grammar, regex)
     path = find_model(model, hf_repo, offline, quiet)
     if not raw:
         chat_template.start()
@@ -97,6 +102,7 @@ def generate(
             max_tokens=predict,
             sampling=sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, verbose),
             stop=stop or [],
+            grammar=matched,
             ignore_eos=ignore_eos,
             progress=progress_line("reading prompt", quiet, check),
         )

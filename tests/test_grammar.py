@@ -1,0 +1,370 @@
+"""Grammars: every text that ends under one matches it, on real vocabularies, on a device and on the command line."""
+
+import gc
+import json
+import re
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from gguf_builder import spm_vocab, tiny_llama
+from package_data import default_model, vocabulary
+from test_cli import run as command  # noqa: F401
+
+from llamagpu import Grammar, Llama, Sampling
+from llamagpu.cli.grammar import is_gbnf
+from llamagpu.engine import grammar as grammar_module
+from llamagpu.engine.grammar import GrammarVocabulary, Matcher, allowed_tokens
+from llamagpu.engine.sampler import host_sampler
+from llamagpu.errors import BadArgument, GrammarFailed, LlamaGpuError
+from llamagpu.files.gguf_file import GgufFile
+from llamagpu.files.tokenizer import Tokenizer
+
+GREEDY = Sampling(temperature=0)
+SHORT = {"type": "string", "maxLength": 5}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{1,8}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "\u00e9\U0001f600"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "person": PERSON,
+    "optional": {"type": "object", "properties": {"a": SHORT, "b": SHORT}, "additionalProperties": False},
+    "nested": {"type": "array", "items": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, "maxItems": 2},
+    "scalars": {"enum": [None, True, False, 1.5, -3, "x", 'quote "', "line\nend", "\u00df\u4e2d", [1, {"k": None}]]},
+    "union": {"anyOf": [{"type": "null"}, SHORT, {"type": "number", "minimum": -1, "maximum": 1}]},
+    "tuple": {"type": "array", "prefixItems": [SHORT, {"const": 7}], "items": False, "minItems": 2},
+    "date": {"type": "string", "format": "date"},
+    "length": {"type": "string", "minLength": 2, "maxLength": 4},
+    "map": {"type": "object", "additionalProperties": {"type": "integer", "minimum": -9, "maximum": 9}},
+    "recursive": {
+        "$ref": "#/$defs/tree",
+        "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 1}},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Tokenizer, GrammarVocabulary]:
+    """288 tokens and 12 rows of padding."""
+    tokenizer = Tokenizer.from_gguf(spm_vocab(288))
+    return tokenizer, GrammarVocabulary(tokenizer, 300)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf", vocab=288, context=512)
+
+
+@pytest.fixture(scope="module")
+def llama(model: Path, gpu: Any) -> Llama:
+    return Llama(model, device=gpu)
+
+
+def random_text(grammar: Grammar, tiny: tuple[Tokenizer, GrammarVocabulary], sampling: Sampling) -> str | None:
+    """What a model of random logits says; None if it does not end."""
+    tokenizer, words = tiny
+    matcher, random = Matcher(grammar, words), np.random.default_rng(sampling.seed)
+    sample, ids = host_sampler(sampling, [], matcher), []
+    while not matcher.stopped and len(ids) < 300:
+        ids.append(sample(random.standard_normal(300)))
+        assert ids[-1] < tokenizer.vocab_size and not (tokenizer.is_control(ids[-1]) and not tokenizer.is_end(ids[-1]))
+    text = b"".join(tokenizer.token_bytes(id) for id in ids if not tokenizer.is_end(id)).decode()
+    assert matcher.finished or not matcher.stopped
+    return text if matcher.stopped else None
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_random_texts_are_valid(tiny: Any, name: str) -> None:
+    schema, grammar = SCHEMAS[name], Grammar.json_schema(SCHEMAS[name])
+    checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    samplings = [Sampling(temperature=0, seed=0), *(Sampling(1.5, 0, 1, 0, seed=seed) for seed in range(1, 8))]
+    texts = [text for how in samplings if (text := random_text(grammar, tiny, how)) is not None]
+    assert len(texts) >= 2
+    for text in texts:
+        checker.validate(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["[a-f]{2,5}", "[0-9]{3}-[0-9]{4}", "yes|no|maybe", "(ab*c){1,3}", "\u00e9{1,3}[/\"']x?"]
+)
+def test_random_texts_match_a_regular_expression(tiny: Any, pattern: str) -> None:
+    texts = [random_text(Grammar.regex(pattern), tiny, Sampling(2.0, 0, 1, 0, seed=seed)) for seed in range(6)]
+    assert all(text is None or re.fullmatch(pattern, text) for text in texts) and any(texts)
+
+
+def test_json_object(tiny: Any) -> None:
+    texts = [random_text(Grammar.json_object(), tiny, Sampling(1.0, 0, 1, 0, seed=seed)) for seed in range(12)]
+    assert all(isinstance(json.loads(text), dict) for text in texts if text) and any(texts)
+
+
+GBNF = r"""# digits between brackets, then a letter of each range
+root ::= list-of [\u00e0-\u00ef] "\u4e2d\U0001F600\x41"
+list-of ::= "[" ( digit ("," digit)* )? "]"
+digit ::= [0-9]
+"""
+LARK = 'start: "[" (DIGIT ("," DIGIT)*)? "]" /[\u00e0-\u00ef]/ "\u4e2d\U0001f600A"\nDIGIT: /[0-9]/\n'
+
+
+@pytest.mark.parametrize("grammar", [Grammar.gbnf(GBNF), Grammar.lark(LARK)], ids=["gbnf", "lark"])
+def test_random_texts_match_a_context_free_grammar(tiny: Any, grammar: Grammar) -> None:
+    texts = [random_text(grammar, tiny, Sampling(1.0, 0, 1, 0, seed=seed)) for seed in range(6)]
+    want = "\\[([0-9](,[0-9])*)?\\][\u00e0-\u00ef]\u4e2d\U0001f600A"
+    assert all(text is None or re.fullmatch(want, text) for text in texts) and any(texts)
+
+
+# Vocabularies
+
+
+@pytest.mark.parametrize("name", ["llama-spm", "gpt-2"])
+def test_the_tokens_of_a_valid_text_are_allowed(name: str) -> None:
+    """Tokens of several characters, bytes of one character in several tokens, forced text; control tokens never are."""
+    tokenizer = Tokenizer.from_gguf(GgufFile(vocabulary(name)).metadata)
+    rows = tokenizer.vocab_size + 70
+    matcher = Matcher(Grammar.json_schema(PERSON), GrammarVocabulary(tokenizer, rows))
+    words, text = np.empty(matcher.words, np.int32), '{"name": "Anna", "age": 17, "tags": ["\u00e9\U0001f600", "a"]}'
+    for id in tokenizer.encode_inner(text):
+        matcher.mask(words)
+        allowed = allowed_tokens(words, rows)
+        assert id in allowed and not any(tokenizer.is_control(i) or i >= tokenizer.vocab_size for i in allowed.tolist())
+        assert not matcher.finished and not matcher.stopped
+        matcher.accept(id)
+    assert matcher.finished and matcher.stopped
+    matcher.mask(words)
+    assert all(tokenizer.is_end(id) for id in allowed_tokens(words, rows).tolist())
+
+
+def test_a_vocabulary_without_an_end_token() -> None:
+    keys = spm_vocab(288)
+    tokenizer = Tokenizer.from_gguf(keys)
+    tokenizer._ends = set()
+    words = GrammarVocabulary(tokenizer, 288)
+    matcher = Matcher(Grammar.regex("ab"), words)
+    sample = host_sampler(GREEDY, [], matcher)
+    while not matcher.stopped:
+        sample(np.zeros(288))
+    with pytest.raises(GrammarFailed, match="no token"):
+        host_sampler(GREEDY, [], Matcher(Grammar.regex(""), words))(np.zeros(288))
+
+
+def test_a_vocabulary_is_freed() -> None:
+    tokenizer = Tokenizer.from_gguf(spm_vocab(288))
+    words = GrammarVocabulary(tokenizer, 288)
+    kept = weakref.ref(tokenizer)
+    del tokenizer, words
+    gc.collect()
+    assert kept() is None
+
+
+# Wrong grammars
+
+DEEP = json.loads('{"items":' * 400 + "{}" + "}" * 400)
+WRONG: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+    "type": (Grammar.json_schema, ({"type": "strin"},), "Invalid type: strin"),
+    "keyword": (Grammar.json_schema, ({"uniqueItems": True},), "uniqueItems"),
+    "unsatisfiable": (Grammar.json_schema, ({"enum": []},), "Unsatisfiable"),
+    "false": (Grammar.json_schema, ("false",), "schema is False"),
+    "not json": (Grammar.json_schema, ("{'a': 1}",), "not JSON: .*line 1 column 2"),
+    "not a schema": (Grammar.json_schema, ("[1]",), r"schema is \[1\]"),
+    "no json value": (Grammar.json_schema, ({"const": {1, 2}},), "not JSON"),
+    "nan": (Grammar.json_schema, ({"const": float("nan")},), "not JSON"),
+    "injected": (Grammar.json_schema, ('{}}], "x": [{',), "not JSON"),
+    "bytes": (Grammar.json_schema, (b"{}",), "schema is b'{}'"),
+    "deep": (Grammar.json_schema, (DEEP,), "recursion limit|too deep"),
+    "deep text": (Grammar.json_schema, ("[" * 100_000,), "nested too deeply"),
+    "huge": (Grammar.json_schema, ({"enum": ["x" * 100] * 20_000},), "characters"),
+    "many": (Grammar.json_schema, ({"allOf": [{"properties": {f"k{i}": {}}} for i in range(2000)]},), "too large"),
+    "missing ref": (Grammar.json_schema, ({"$ref": "#/$defs/x"},), "does not exist"),
+    "remote ref": (Grammar.json_schema, ({"$ref": "https://example.com/x"},), "example.com"),
+    "bracket": (Grammar.regex, ("[",), "unclosed character class"),
+    "look-ahead": (Grammar.regex, ("(?=a)b",), "look-around"),
+    "long": (Grammar.regex, ("(" * 50_000,), r"\.\.\."),
+    "number": (Grammar.regex, (5,), "pattern is 5"),
+    "surrogate": (Grammar.regex, ("\ud800",), "not Unicode"),
+    "unknown": (Grammar.lark, ("start: x",), "unknown name"),
+    "empty": (Grammar.lark, ("",), "Empty grammar"),
+    "deep lark": (Grammar.lark, ("start: " + "(" * 20_000,), "nested"),
+    "no root": (Grammar.gbnf, ('x ::= "a"',), "No 'root' rule"),
+    "no rule": (Grammar.gbnf, ("root ::= x",), "Rule 'x' not found"),
+    "cut": (Grammar.gbnf, ('root ::= "\\',), "index"),
+    "deep gbnf": (Grammar.gbnf, ("root ::= " + "(" * 5000,), "nested too deeply"),
+    "many rules": (Grammar.gbnf, ("a ::= b\n" * 2001,), "2001 rules"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_grammar_is_refused(name: str) -> None:
+    make, arguments, cause = WRONG[name]
+    with pytest.raises(BadArgument, match=cause) as caught:
+        make(*arguments)
+    assert caught.value.cause.isprintable() and len(caught.value.cause) < 300 and caught.value.remedy
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}])
+def test_a_grammar_that_no_text_matches(llama: Llama, schema: dict[str, Any]) -> None:
+    with pytest.raises(BadArgument, match="no text can match"):
+        llama.generate("a", grammar=Grammar.json_schema(schema))
+
+
+def test_a_grammar_that_becomes_too_complex(llama: Llama) -> None:
+    """It ends that generation alone, with what was said so far."""
+    run = llama.generate("a", grammar=Grammar.lark('start: "a" start'), sampling=GREEDY)
+    with pytest.raises(GrammarFailed, match=r"cannot go on: .*Too many items") as caught:
+        run.result()
+    assert caught.value.exit_code == 1 and caught.value.remedy and set(run.text) <= {"a"}
+    assert llama.complete("a", grammar=Grammar.regex("ab"), sampling=GREEDY).text == "ab"
+
+
+def chain(kind: str, count: int) -> Grammar:
+    """Rules of which each refers to the next."""
+    if kind == "lark":
+        rules = (f'a{i}: "x" a{i + 1}' for i in range(count))
+        return Grammar.lark("\n".join(["start: a0", *rules, f'a{count}: "y"']))
+    rules = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return Grammar.json_schema({"$ref": "#/$defs/d0", "$defs": {**rules, f"d{count}": {"const": 1}}})
+
+
+@pytest.mark.parametrize(("kind", "count"), [("lark", 7000), ("json", 3500)])
+def test_long_chains_of_rules_overflow_no_stack(tiny: Any, kind: str, count: int) -> None:
+    Matcher(chain(kind, count), tiny[1])
+
+
+def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(LlamaGpuError, match="need the package llguidance") as caught:
+        Grammar.regex("a")
+    assert "llamagpu[grammar]" in caught.value.remedy and caught.value.exit_code == 1
+
+
+# Generation
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, seed=3), Sampling(1.5, 0, 1, 0, 1.3, seed=4)], ids=str)
+def test_generated_json_is_valid(llama: Llama, sampling: Sampling) -> None:
+    grammar = Grammar.json_schema(PERSON)
+    answer = llama.complete("the quick", grammar=grammar, sampling=sampling, max_tokens=400)
+    assert answer.finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.text), PERSON)
+    run = llama.complete("the quick", grammar=grammar, sampling=sampling, max_tokens=400, stream=True)
+    assert "".join(token.text for token in run) == answer.text and tuple(run.ids) == answer.ids
+
+
+def test_the_default_model() -> None:
+    with Llama(default_model(), context=256) as llama:
+        messages = [{"role": "user", "content": "Name a colour, as JSON."}]
+        colour = {"colour": {"enum": ["red", "green", "blue"]}}
+        schema = {"type": "object", "properties": colour, "required": ["colour"], "additionalProperties": False}
+        answer = llama.chat(messages, grammar=Grammar.json_schema(schema), sampling=GREEDY, max_tokens=40)
+        assert answer.finish_reason == "stop"
+        jsonschema.validate(json.loads(answer.text), schema)
+
+
+def test_where_the_grammar_can_only_end_the_text_ends(llama: Llama) -> None:
+    """Without an end token, at the last of max_tokens too, and whatever ignore_eos says."""
+    grammar = Grammar.regex("abc")
+    answer = llama.complete("a", grammar=grammar, sampling=GREEDY)
+    assert (answer.text, answer.finish_reason) == ("abc", "stop") and not llama.tokenizer.is_end(answer.ids[-1])
+    exact = llama.complete("a", grammar=grammar, sampling=GREEDY, max_tokens=len(answer.ids))
+    assert (exact.text, exact.finish_reason) == ("abc", "stop")
+    run = llama.generate("a", grammar=Grammar.regex("(abc)?"), ignore_eos=True, sampling=GREEDY)
+    assert run.result().text in ("", "abc") and run.finish_reason == "stop"
+
+
+def test_length_and_stop_strings(llama: Llama) -> None:
+    grammar = Grammar.json_schema(PERSON)
+    cut = llama.complete("a", grammar=grammar, sampling=GREEDY, max_tokens=5)
+    assert cut.finish_reason == "length" and len(cut.ids) == 5
+    stopped = llama.complete("a", grammar=grammar, sampling=GREEDY, stop="name")
+    assert stopped.finish_reason == "stop" and re.fullmatch(r'\{\s*"', stopped.text)
+
+
+def test_log_probabilities_are_those_of_the_model(llama: Llama) -> None:
+    plain = llama.complete("a", sampling=GREEDY, logprobs=2, max_tokens=1).logprobs[0].top
+    answer = llama.complete("a", grammar=Grammar.regex("[xyz]{3}"), sampling=GREEDY, logprobs=2)
+    assert len(answer.logprobs) == len(answer.ids) and answer.logprobs[0].top == plain
+    assert [logprob.text for logprob in answer.logprobs] == list(answer.text)
+
+
+def test_one_grammar_serves_many_generations(llama: Llama) -> None:
+    grammar = Grammar.regex("[ab]{4}")
+    texts = {llama.complete("a", grammar=grammar, sampling=Sampling(5.0, seed=seed)).text for seed in range(8)}
+    assert len(texts) > 1 and all(re.fullmatch("[ab]{4}", text) for text in texts)
+
+
+# The command line
+
+
+def test_command_line(command: Any, model: Path, tmp_path: Path) -> None:  # noqa: F811
+    schema, gbnf, lark, other = (tmp_path / name for name in ("s.json", "g.gbnf", "g.lark", "g.txt"))
+    schema.write_text('\ufeff{"enum": ["x", "y"]}', "utf-8")
+    gbnf.write_text('root ::= "yes"')
+    lark.write_text('start: "::=" | "no"')
+    other.write_text('root ::= "other"')
+    common = ["generate", "-m", model, "-p", "a", "--temp", "0", "-q"]
+    for args, texts in (
+        (["--json-schema", schema], ('"x"', '"y"')),
+        (["-j", '{"const": 5}'], ("5",)),
+        (["--grammar", gbnf], ("yes",)),
+        (["--grammar-file", lark], ("::=", "no")),
+        (["--grammar", other], ("other",)),
+        (["--grammar", 'start: "text"'], ("text",)),
+        (["--regex", "[0-9]{4}", "--json"], None),
+    ):
+        result = command(*common, *args)
+        assert result.code == 0 and not result.err, result.err
+        if texts:
+            assert result.out.decode().removesuffix("\n") in texts
+        else:
+            assert re.fullmatch("[0-9]{4}", result.json["text"]) and result.json["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "cause"),
+    [
+        (["--json-schema", "none.json"], 1, "none.json: No such file"),
+        (["--json-schema", "."], 1, r"\.: Is a directory"),
+        (["--json-schema", "/dev/zero"], 1, "more than 4 MiB"),
+        (["--json-schema", "text"], 2, "text: the schema is not JSON"),
+        (["--json-schema", "binary"], 1, "not UTF-8"),
+        (["-j", '{"type": 5}'], 2, "the JSON schema cannot be used"),
+        (["--grammar", "text"], 2, "text: the Lark grammar cannot be used"),
+        (["--grammar", 'root ::= "'], 2, "the GBNF grammar cannot be used"),
+        (["--regex", "("], 2, "unclosed group"),
+        (["--regex", "a", "--grammar", "text"], 2, "--grammar and --regex are given"),
+    ],
+)
+def test_wrong_options(
+    command: Any,  # noqa: F811
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    args: list[str],
+    code: int,
+    cause: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("hello")
+    Path("binary").write_bytes(b"\xff\xfe\x00")
+    result = command("generate", "-m", model, "-p", "a", *args)
+    assert result.code == code and re.search(cause, result.err) and not result.out
+    assert len(result.err.strip().splitlines()) == 2
+
+
+def test_kinds_of_grammar_files() -> None:
+    assert is_gbnf('root ::= "a"', "") and is_gbnf('start ::= "a"\nroot ::= start', "x.txt") and is_gbnf("", "a.GBNF")
+    assert not is_gbnf('start: "::="', "") and not is_gbnf("a ::= b", "x.lark") and not is_gbnf("hello", "")
+    assert not is_gbnf('%llguidance {}\nstart[temperature=1]: "::="', "")
+
+
+def test_escapes_of_gbnf() -> None:
+    plain = grammar_module._plain_characters
+    assert plain(r"\u00e9 \\u00e9 \u0022 \U0001F600 \n \ud800") == "\u00e9 \\\\u00e9 \\x22 \U0001f600 \\n \\ud800"
