@@ -327,6 +327,19 @@ def test_command_line(command: Any, model: Path, tmp_path: Path) -> None:  # noq
             assert re.fullmatch("[0-9]{4}", result.json["text"]) and result.json["finish_reason"] == "stop"
 
 
+def test_chat(command: Any, tmp_path: Path) -> None:  # noqa: F811
+    """Each answer matches; one that fails does not end the conversation."""
+    template = {"tokenizer.chat_template": "{% for m in messages %}[{{ m.content }}]{% endfor %}"}
+    common = ["chat", "-m", tiny_llama(tmp_path / "chat.gguf", context=64, metadata=template), "--temp", "0", "-q"]
+    result = command(*common, "--regex", "(ab){2}", stdin=b"one\ntwo\n")
+    assert (result.code, result.out.decode(), result.err) == (0, "abab\nabab\n", "")
+    result = command(*common, "--grammar", 'start: "a" start', stdin=b"one\ntwo\n")
+    assert result.code == 1 and result.err.count("the grammar cannot go on") == 2
+    result = command(*common, "--regex", "a{500}", stdin=b"one\ntwo\nthree\n")
+    assert result.code == 0 and re.fullmatch("(a+\n){3}", result.out.decode())
+    assert "64 is full" in command(*common[:-1], "--regex", "a{500}", stdin=b"one\n").err
+
+
 @pytest.mark.parametrize(
     ("args", "code", "cause"),
     [

@@ -6,6 +6,7 @@ import typer
 
 from llamagpu.cli import options as o
 from llamagpu.cli.generate import sampling
+from llamagpu.cli.grammar import GrammarOption, RegexOption, SchemaOption, read_grammar
 from llamagpu.cli.models import find_model, open_model
 from llamagpu.cli.terminal import interruptible, log
 from llamagpu.engine.options import EngineOptions
@@ -26,6 +27,9 @@ def chat(
     repeat_penalty: o.PenaltyOption = 1.0,
     repeat_last_n: o.LastNOption = 64,
     seed: o.SeedOption = -1,
+    json_schema: SchemaOption = None,
+    grammar: GrammarOption = None,
+    regex: RegexOption = None,
     ubatch: o.UbatchOption = None,
     cache_type: o.CacheOption = None,
     precision: o.PrecisionOption = None,
@@ -39,6 +43,7 @@ def chat(
 
     Piped, each line of standard input is a message.
     """
+    matched = read_grammar(json_schema, grammar, regex)
     path = find_model(model, hf_repo, offline, quiet)
     chat_template.start()
     options = EngineOptions(device, ctx_size or None, ubatch, cache_type, precision)
@@ -48,11 +53,11 @@ def chat(
     from llamagpu.cli.repl import Pipe, Repl
 
     if not (sys.stdin and sys.stdout and sys.stdin.isatty() and sys.stdout.isatty()):
-        raise typer.Exit(Repl(llama, Pipe(), system, how, predict, quiet, verbose).run())
+        raise typer.Exit(Repl(llama, Pipe(), system, how, predict, quiet, verbose, matched).run())
     from llamagpu.cli.prompt import Terminal  # here: prompt_toolkit takes 0.1 s to import
 
     with Terminal() as terminal:
-        repl = Repl(llama, terminal, system, how, predict, quiet, verbose)
+        repl = Repl(llama, terminal, system, how, predict, quiet, verbose, matched)
         if not quiet:
             log(f"{path.name}, context {llama.context}, /help lists the commands")
         repl.run()

@@ -14,9 +14,10 @@ from llamagpu.cli.generate import repeats_itself, summary
 from llamagpu.cli.terminal import Interrupted, PipeClosed, Usage, interruptible, log, progress_line, write
 from llamagpu.cli.tokenize import check_bytes
 from llamagpu.conversation import Conversation, Turn
-from llamagpu.errors import BadArgument, DoesNotFit, LlamaGpuError
+from llamagpu.errors import BadArgument, DoesNotFit, GrammarFailed, LlamaGpuError
 
 if TYPE_CHECKING:
+    from llamagpu.engine.grammar import Grammar
     from llamagpu.engine.sampler import Sampling
     from llamagpu.llama import Generation, Llama
 
@@ -95,11 +96,12 @@ class Repl:
         max_tokens: int = -1,
         quiet: bool = False,
         verbose: bool = False,
+        grammar: "Grammar | None" = None,
     ) -> None:
         if llama.tokenizer.chat_template is None:
             raise Usage("this model has no chat template", "it continues text: use `llamagpu generate`")
         self.llama, self.frontend, self.sampling, self.max_tokens = llama, frontend, sampling, max_tokens
-        self.quiet, self.verbose = quiet, verbose
+        self.quiet, self.verbose, self.grammar = quiet, verbose, grammar
         self.conversation = Conversation(system)
         self.ended = False
         self.tries = 0  # answers to the last message: each has another seed
@@ -112,7 +114,9 @@ class Repl:
             try:
                 self.handle(text)
             except LlamaGpuError as error:
-                survives = self.frontend.interactive or isinstance(error, Usage | BadArgument | DoesNotFit)
+                survives = self.frontend.interactive or isinstance(
+                    error, Usage | BadArgument | DoesNotFit | GrammarFailed
+                )
                 if isinstance(error, PipeClosed) or not survives:
                     raise
                 log(f"error: {error.cause}" + (f"\n       {error.remedy}" if error.remedy else ""))
@@ -169,7 +173,10 @@ class Repl:
             log(self.stats)
 
     def generate(self, question: str, check: Callable[[], None], show: Callable[[str], None]) -> "list[Generation]":
-        """Stream an answer. When the context is full, the oldest turns are dropped and a new run continues it."""
+        """Stream an answer. When the context is full, the oldest turns are dropped and a new run continues it.
+
+        With a grammar it ends there: a new run would begin the grammar again.
+        """
         conversation, context, seed = self.conversation, self.llama.context, self.sampling.seed
         sampling = self.sampling if seed is None else replace(self.sampling, seed=seed + self.tries)
         self.tries += 1
@@ -187,6 +194,7 @@ class Repl:
                 ids,
                 max_tokens=left if left <= context - len(ids) else -1,
                 sampling=sampling,
+                grammar=self.grammar,
                 # A status line would erase the last line of an answer that is on the screen.
                 progress=progress_line("reading", self.quiet or bool(runs), check),
             )
@@ -199,6 +207,8 @@ class Repl:
             except Interrupted:
                 run.finish_reason = "interrupted"
             answer += run.ids
+            if self.grammar:
+                break
         return runs
 
     def last(self) -> Turn:
