@@ -86,7 +86,7 @@ def random_text(grammar: Grammar, tiny: tuple[Tokenizer, GrammarVocabulary], sam
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_random_texts_are_valid(tiny: Any, name: str) -> None:
     schema, grammar = SCHEMAS[name], Grammar.json_schema(SCHEMAS[name])
-    checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    checker = jsonschema.Draft202012Validator(schema)
     samplings = [Sampling(temperature=0, seed=0), *(Sampling(1.5, 0, 1, 0, seed=seed) for seed in range(1, 8))]
     texts = [text for how in samplings if (text := random_text(grammar, tiny, how)) is not None]
     assert len(texts) >= 2
@@ -120,6 +120,30 @@ def test_random_texts_match_a_context_free_grammar(tiny: Any, grammar: Grammar) 
     texts = [random_text(grammar, tiny, Sampling(1.0, 0, 1, 0, seed=seed)) for seed in range(6)]
     want = "\\[([0-9](,[0-9])*)?\\][\u00e0-\u00ef]\u4e2d\U0001f600A"
     assert all(text is None or re.fullmatch(want, text) for text in texts) and any(texts)
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"properties": {"a": {"type": "integer"}}}, '{"a":1,"b":"x"}', ['{"a":1,"\\u0061":"x"}', '{"a":1,"a":"x"}']),
+        ({"minProperties": 1}, '{"":[]}', ["{}"]),
+        ({"required": ["z"], "minProperties": 2}, '{"z":1,"y":1}', ['{"z":1,"z":1}', '{"z":1}', '{"y":1}']),
+        ({"properties": {"\u00e9\n": {"const": 1}}}, '{"\u00e9\\n":1}', ['{"\u00e9\\n":2}', '{"\u00e9\\u000a":2}']),
+    ],
+)
+def test_keys(tiny: Any, schema: dict[str, Any], valid: str, invalid: list[str]) -> None:
+    """A key that is written in another way, or twice, is the same key."""
+    tokenizer, words = tiny
+    byte_ids = {tokenizer.token_bytes(id): id for id in range(3, 259)}  # the byte tokens
+    for text in (valid, *invalid):
+        matcher = Matcher(Grammar.json_schema({"type": "object", **schema}), words)
+        try:
+            for byte in text.encode():
+                matcher.accept(byte_ids[bytes([byte])])
+        except GrammarFailed:
+            assert text in invalid
+        else:
+            assert matcher.finished == (text == valid)
 
 
 # Vocabularies
@@ -183,6 +207,7 @@ WRONG: dict[str, tuple[Any, tuple[Any, ...], str]] = {
     "deep text": (Grammar.json_schema, ("[" * 100_000,), "nested too deeply"),
     "huge": (Grammar.json_schema, ({"enum": ["x" * 100] * 20_000},), "characters"),
     "many": (Grammar.json_schema, ({"allOf": [{"properties": {f"k{i}": {}}} for i in range(2000)]},), "too large"),
+    "uncountable": (Grammar.json_schema, ({"items": [{"minProperties": 2}]},), "minProperties is 2, and 0 keys"),
     "missing ref": (Grammar.json_schema, ({"$ref": "#/$defs/x"},), "does not exist"),
     "remote ref": (Grammar.json_schema, ({"$ref": "https://example.com/x"},), "example.com"),
     "bracket": (Grammar.regex, ("[",), "unclosed character class"),

@@ -18,8 +18,12 @@ from llamagpu.files.tokenizer import Tokenizer
 MAX_CHARACTERS = 1 << 17  # of a grammar: the slowest of them compile in 12 s
 STACK_BYTES = 128 << 20  # llguidance recurses along references, up to 4 KB for each: 8 MB end at some 2,000 rules
 MAX_GBNF_RULES = 2000  # the converter takes time n * n: 0.5 s for these
-# Between JSON tokens: without a bound small models write blanks for ever. The same as in llama.cpp.
-JSON_WHITESPACE = r" |\n[ \t]{0,20}"
+JSON_OPTIONS = {
+    # Between JSON tokens: without a bound small models write blanks for ever. The same as in llama.cpp.
+    "whitespace_pattern": r" |\n[ \t]{0,20}",
+    # Not \u: llguidance takes the key "\u0061" for another one than "a", so that any value could follow it.
+    "json_allowed_escapes": 'bfnrt"\\',
+}
 REMEDY = "correct or simplify it"
 T = TypeVar("T")
 UNMATCHED = "NoExtensionBias"  # what llguidance says when no text can match
@@ -54,9 +58,9 @@ class Grammar:
             raise BadArgument(f"the schema is not JSON: {reason}", f"give {expected}") from None
         check_argument("schema", value, isinstance(value, dict), expected)
         _check_size(text)
+        _check_counts(value)
         try:
-            options = {"whitespace_pattern": JSON_WHITESPACE}
-            source = _llguidance().LLMatcher.grammar_from_json_schema(text, options)
+            source = _llguidance().LLMatcher.grammar_from_json_schema(text, JSON_OPTIONS)
         except ValueError as error:
             raise _wrong("JSON schema", str(error)) from None
         return cls._checked("JSON schema", source)
@@ -237,6 +241,21 @@ def _check_size(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise BadArgument("the grammar has characters that are not Unicode", "give UTF-8 text") from None
+
+
+def _check_counts(schema: object) -> None:
+    """Refuse `minProperties` that keys without a name must reach: llguidance counts a key twice that comes twice."""
+    found = [schema]
+    for value in found:
+        if isinstance(value, dict):
+            least, required = value.get("minProperties"), value.get("required")
+            named = len(required) if isinstance(required, list) else 0
+            if isinstance(least, int) and least > named + 1:
+                cause = f"the JSON schema cannot be used: minProperties is {least}, and {named} keys are required"
+                raise BadArgument(cause, "name the keys in `required`")
+            found += value.values()
+        elif isinstance(value, list):
+            found += value
 
 
 def _plain_characters(text: str) -> str:
