@@ -83,7 +83,6 @@ WEIGHTS = (
     Weight(Q8, 3073, 192, 16),  # fewer
     *(Weight(Q4, 70, k) for k in SPLIT_K),
 )
-ROUNDED_WEIGHTS = (1e-4, 2e-2)  # f16 weights that the kernel rounds to int8
 TOKENS = (1, 2, 3, 7, 8, 9, 32, 33, 65, 70)
 WIDTHS = {  # k that these inputs are tried with
     (Inputs.F32, Prologue.NONE): range(1, 8193),
@@ -117,7 +116,7 @@ class LinearCase:
 
     def bound(self, route) -> verify_reference.Bound:
         if route.kernel == "linear_gemm_int8" and self.weight.storage is F16:
-            return ROUNDED_WEIGHTS
+            return verify_reference.ROUNDED_WEIGHTS
         return mode_bound((self.inputs, self.prologue))
 
     def shape(self, m: int) -> Linear:

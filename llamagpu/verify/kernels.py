@@ -17,6 +17,7 @@ from llamagpu.verify.reference import (
     F32,
     INT8_BLOCK,
     REQUANTISED,
+    ROUNDED_WEIGHTS,
     Answer,
     Array,
     Bound,
@@ -107,7 +108,9 @@ def linear_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
 
 def linear_case(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode, m: int) -> Case:
     shape = f"{weight.name}, {mode_name(mode)}, m {m}{tuning(route)}"
-    return Case(route.kernel, shape, partial(linear, gpu, route, weight, mode, m), mode_bound(mode))
+    rounds = route.kernel == "linear_gemm_int8" and weight.storage is Storage.F16
+    bound = ROUNDED_WEIGHTS if rounds else mode_bound(mode)
+    return Case(route.kernel, shape, partial(linear, gpu, route, weight, mode, m), bound)
 
 
 def mode_name(mode: InputMode) -> str:

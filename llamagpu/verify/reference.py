@@ -30,6 +30,7 @@ F32 = (1e-10, 1e-5)
 COPIED = (1e-13, 3e-7)  # one product and one sum in f32, perhaps fused
 # f32 sums rounded to int8: a value near a tie may round differently, by 1/127 of the largest value
 REQUANTISED = (1e-5, 5e-3)
+ROUNDED_WEIGHTS = (1e-4, 2e-2)  # f16 weights that a kernel rounds to int8
 
 
 @dataclass(frozen=True, slots=True)
