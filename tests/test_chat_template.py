@@ -458,7 +458,9 @@ def test_the_process_ends_with_its_parent() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="sends Ctrl-C to a process group")
 def test_ctrl_c_ends_the_template_only() -> None:
-    text = "c.CPU_SECONDS = 100; run('a')\n"
+    # a shell starts background jobs with SIGINT ignored
+    text = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    text += "c.CPU_SECONDS = 100; run('a')\n"
     text += "try: print('started', flush=True); run(endless)\nexcept KeyboardInterrupt: print(run('b'))"
     with script(text) as parent:
         assert parent.stdout and parent.stdout.readline() == "started\n"
