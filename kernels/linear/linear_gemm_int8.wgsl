@@ -4,7 +4,7 @@
 // Split-K: a small tile needs few invocations, so a workgroup has SPLIT_K split-K teams of TEAM_SIZE. In an iteration
 // each team takes two blocks of 32 k; at the end the teams add up their sums. Where that does not fill a GPU either,
 // GRID_SPLIT workgroups share a tile, and linear_sum adds up what they store.
-// Needs TILE_M 16, 32 or 64, TILE_N 32 or 64, tiles of 1024 or more, K % 64 == 0, GROUP % 32 == 0 or GROUP == 16. A
+// Needs TILE_M 16, 32 or 64, TILE_N 64, K % 64 == 0, GROUP % 32 == 0 or GROUP == 16. A
 // ragged m or N is clamped on load and guarded on store.
 // Parts: f16, scales, planes_*, epilogue_*.
 struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
@@ -58,13 +58,31 @@ struct Sums {  // of 4 tokens and two times 4 rows
 @group(0) @binding(8) var<uniform> step: Step;
 // A vec4 is 16 k of a token or row: [block][even, odd][slot], x and then W. At the end it holds partial sums and `hidden`.
 var<workgroup> tile: array<vec4<u32>, TILE_VEC4S>;
-var<workgroup> x_scale: array<vec4<f32>, SPANS * TILE_M / 4u>;  // [span][token] d
-var<workgroup> w_scale: array<vec4<f32>, SPANS * TILE_N / 4u>;  // [span][row]
-var<workgroup> x_sum: array<vec4<f32>, select(1u, SPANS * TILE_M / 4u, HAS_OFFSET)>;     // [span][token] d * sum
-var<workgroup> w_offset: array<vec4<f32>, select(1u, SPANS * TILE_N / 4u, HAS_OFFSET)>;  // [span][row]
+var<workgroup> x_scale: array<f32, SPANS * TILE_M>;  // [span][token] d
+var<workgroup> w_scale: array<f32, SPANS * TILE_N>;  // [span][row]
+var<workgroup> x_sum: array<f32, select(4u, SPANS * TILE_M, HAS_OFFSET)>;     // [span][token] d * sum
+var<workgroup> w_offset: array<f32, select(4u, SPANS * TILE_N, HAS_OFFSET)>;  // [span][row]
 
-fn store_hidden(i: u32, v: f32) { tile[i / 4u][i % 4u] = bitcast<u32>(v); }
-fn load_hidden(i: u32) -> vec4<f32> { return bitcast<vec4<f32>>(tile[i / 4u]); }
+fn x_scale4(i: u32) -> vec4<f32> { return vec4<f32>(x_scale[i], x_scale[i + 1u], x_scale[i + 2u], x_scale[i + 3u]); }
+fn w_scale4(i: u32) -> vec4<f32> { return vec4<f32>(w_scale[i], w_scale[i + 1u], w_scale[i + 2u], w_scale[i + 3u]); }
+fn x_sum4(i: u32) -> vec4<f32> { return vec4<f32>(x_sum[i], x_sum[i + 1u], x_sum[i + 2u], x_sum[i + 3u]); }
+fn w_offset4(i: u32) -> vec4<f32> { return vec4<f32>(w_offset[i], w_offset[i + 1u], w_offset[i + 2u], w_offset[i + 3u]); }
+
+// `hidden` for epilogue_swiglu_int8: the 8 rows of an invocation make values 2t, 2t + 1, 2t + 16 and 2t + 17 of a token's 32,
+// which it stores together as vec4 t.
+var<private> hidden: vec4<f32>;
+
+fn store_hidden(i: u32, v: f32) {
+  hidden[i % 2u + i % 32u / 16u * 2u] = v;
+  if (i % 2u + i % 32u / 16u * 2u == 3u) { tile[i / 32u * 8u + i % 16u / 2u] = bitcast<vec4<u32>>(hidden); }
+}
+
+fn load_hidden(i: u32) -> vec4<f32> {
+  let at = i / 32u * 8u + i % 16u / 2u;
+  let a = bitcast<vec4<f32>>(tile[at]);
+  let b = bitcast<vec4<f32>>(tile[at + 1u]);
+  return select(vec4<f32>(a.xy, b.xy), vec4<f32>(a.zw, b.zw), i % 32u >= 16u);
+}
 
 // An invocation takes four neighbouring tokens, and twice four neighbouring rows. Slots permute them, so that
 // neighbouring invocations read neighbouring vec4s: of every 4 * fours, slot e * fours + q is element e of the q-th four.
@@ -135,21 +153,21 @@ fn stage_tile(loads: ptr<function, TileLoads>, index: u32) {
       let at = W_TILE + n % BLOCKS * 2u * W_PLANE + n / BLOCKS;
       tile[at] = signed_bytes(p.even);
       tile[at + W_PLANE] = signed_bytes(p.odd);
-      if (OWN_SCALE) { let j = n % BLOCKS * TILE_N + from_slot(n / BLOCKS, W_FOURS); w_scale[j / 4u][j % 4u] = raw_scale((*loads).w[i]); }
+      if (OWN_SCALE) { w_scale[n % BLOCKS * TILE_N + from_slot(n / BLOCKS, W_FOURS)] = raw_scale((*loads).w[i]); }
     }
   }
   for (var i = 0u; i < X_SCALES; i++) {
     let n = index + i * WORKGROUP;
     if (n < SPANS * TILE_M) {
-      x_scale[n / 4u][n % 4u] = bitcast<f32>(bitcast<u32>((*loads).x_scale[i]) & 0xFFFFFFFCu);  // 22 bits: d * MAGIC is exact
-      if (HAS_OFFSET) { x_sum[n / 4u][n % 4u] = (*loads).x_sum[i]; }
+      x_scale[n] = bitcast<f32>(bitcast<u32>((*loads).x_scale[i]) & 0xFFFFFFFCu);  // 22 bits: d * MAGIC is exact
+      if (HAS_OFFSET) { x_sum[n] = (*loads).x_sum[i]; }
     }
   }
   for (var i = 0u; i < W_SCALES; i++) {
     let n = index + i * WORKGROUP;
     if (!OWN_SCALE && n < SPANS * TILE_N) {
-      w_scale[n / 4u][n % 4u] = (*loads).w_scale[i].x;
-      if (HAS_OFFSET) { w_offset[n / 4u][n % 4u] = (*loads).w_scale[i].y; }
+      w_scale[n] = (*loads).w_scale[i].x;
+      if (HAS_OFFSET) { w_offset[n] = (*loads).w_scale[i].y; }
     }
   }
 }
@@ -226,18 +244,18 @@ fn add_span(c: ptr<function, Totals>, span: u32, high: bool, p: Place) {  // k t
     add_half_plane(&s, x_at, w_at, w_at2, high);
     add_half_plane(&s, x_at + X_PLANE, w_at + W_PLANE, w_at2 + W_PLANE, high);
   }
-  let scale = w_scale[span * (TILE_N / 4u) + p.thread_n];
-  let scale2 = w_scale[span * (TILE_N / 4u) + p.thread_n + THREADS_N];
-  let d = x_scale[span * (TILE_M / 4u) + p.thread_m];
+  let scale = w_scale4(span * TILE_N + 4u * p.thread_n);
+  let scale2 = w_scale4(span * TILE_N + 4u * (p.thread_n + THREADS_N));
+  let d = x_scale4(span * TILE_M + 4u * p.thread_m);
   let zero = d * -MAGIC;
   (*c).a0 = scaled(s.a0, d.x, zero.x, scale, (*c).a0); (*c).b0 = scaled(s.b0, d.x, zero.x, scale2, (*c).b0);
   (*c).a1 = scaled(s.a1, d.y, zero.y, scale, (*c).a1); (*c).b1 = scaled(s.b1, d.y, zero.y, scale2, (*c).b1);
   (*c).a2 = scaled(s.a2, d.z, zero.z, scale, (*c).a2); (*c).b2 = scaled(s.b2, d.z, zero.z, scale2, (*c).b2);
   (*c).a3 = scaled(s.a3, d.w, zero.w, scale, (*c).a3); (*c).b3 = scaled(s.b3, d.w, zero.w, scale2, (*c).b3);
   if (HAS_OFFSET) {
-    let offset = w_offset[span * (TILE_N / 4u) + p.thread_n];
-    let offset2 = w_offset[span * (TILE_N / 4u) + p.thread_n + THREADS_N];
-    let sum = x_sum[span * (TILE_M / 4u) + p.thread_m];
+    let offset = w_offset4(span * TILE_N + 4u * p.thread_n);
+    let offset2 = w_offset4(span * TILE_N + 4u * (p.thread_n + THREADS_N));
+    let sum = x_sum4(span * TILE_M + 4u * p.thread_m);
     (*c).a0 += offset * sum.x; (*c).a1 += offset * sum.y; (*c).a2 += offset * sum.z; (*c).a3 += offset * sum.w;
     (*c).b0 += offset2 * sum.x; (*c).b1 += offset2 * sum.y; (*c).b2 += offset2 * sum.z; (*c).b3 += offset2 * sum.w;
   }
@@ -248,17 +266,10 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let row0 = workgroup.x * TILE_N;
   let token0 = workgroup.y * TILE_M;
   let team = index / TEAM_SIZE;
-  // 32 neighbouring invocations are 8 x 4 of the tile (4 x 8 of a narrow one); their bits alternate, so that pairs share
-  // operands
+  // 32 neighbouring invocations are 8 x 4 of the tile; their bits alternate, so that pairs share operands
   let lane = index % 32u;
-  let outer = index % TEAM_SIZE / 32u;
-  let odd_bits = ((lane >> 1u) & 1u) + ((lane >> 2u) & 2u);
-  let even_bits = (lane & 1u) + ((lane >> 1u) & 2u) + ((lane >> 2u) & 4u);
-  const WIDE = THREADS_N >= 8u;
-  const LANES_N = select(4u, 8u, WIDE);
-  const LANES_M = 32u / LANES_N;
-  let thread_n = outer % (THREADS_N / LANES_N) * LANES_N + select(odd_bits, even_bits, WIDE);
-  let thread_m = outer / (THREADS_N / LANES_N) * LANES_M + select(even_bits, odd_bits, WIDE);
+  let thread_n = (lane & 1u) + ((lane >> 1u) & 2u) + ((lane >> 2u) & 4u);
+  let thread_m = index % TEAM_SIZE / 32u * 4u + ((lane >> 1u) & 1u) + ((lane >> 2u) & 2u);
   let place = Place(four_slot(thread_m, X_FOURS), W_TILE + four_slot(thread_n, W_FOURS),
                     W_TILE + four_slot(thread_n + THREADS_N, W_FOURS), thread_m, thread_n);
   var c = Totals();
@@ -298,8 +309,10 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     c.a0 += residual4(token, row); c.a1 += residual4(token + 1u, row); c.a2 += residual4(token + 2u, row); c.a3 += residual4(token + 3u, row);
     c.b0 += residual4(token, row2); c.b1 += residual4(token + 1u, row2); c.b2 += residual4(token + 2u, row2); c.b3 += residual4(token + 3u, row2);
     let split = workgroup.z;
-    store4(token, row, c.a0, split); store4(token + 1u, row, c.a1, split); store4(token + 2u, row, c.a2, split); store4(token + 3u, row, c.a3, split);
-    store4(token, row2, c.b0, split); store4(token + 1u, row2, c.b1, split); store4(token + 2u, row2, c.b2, split); store4(token + 3u, row2, c.b3, split);
+    store4(token, row, c.a0, split); store4(token, row2, c.b0, split);
+    store4(token + 1u, row, c.a1, split); store4(token + 1u, row2, c.b1, split);
+    store4(token + 2u, row, c.a2, split); store4(token + 2u, row2, c.b2, split);
+    store4(token + 3u, row, c.a3, split); store4(token + 3u, row2, c.b3, split);
   }
   workgroup_epilogue(workgroup.x, token0, index);
 }

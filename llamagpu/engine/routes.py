@@ -340,6 +340,7 @@ def tile_count(s: Linear, tile_m: int, tile_n: int) -> int:
 # are few, the splits give the 132 cores of a large GPU three or more workgroups each. Measured on an H200 with the
 # matrices of Llama 1B and 8B and m = 16 to 512 (2026-11-16): the wrong choice costs up to 3x.
 GEMM_TILE_ROWS = (16, 32, 64)
+GEMM_TILE_N = constants("linear_gemm_int8")["TILE_N"]
 GRID_SPLITS = (1, 2, 4, 8)
 
 
@@ -357,7 +358,7 @@ def grid_splits(s: Linear) -> int:
     """Workgroups that share a tile, each at least 256 k of it. More than 128 tokens have tiles enough."""
     if s.m > 128:
         return 1
-    tiles = -(-s.m // tile_rows(s)) * -(-s.n // 64)
+    tiles = tile_count(s, tile_rows(s), GEMM_TILE_N)
     wanted = next((splits for splits in GRID_SPLITS if tiles * splits >= 384), GRID_SPLITS[-1])
     return max(splits for splits in GRID_SPLITS if splits <= wanted and (splits == 1 or 256 * splits <= s.k))
 
@@ -411,9 +412,9 @@ def _gemv_batch_route(
 
 
 def _gemm_int8_route(rows: int, splits: int, to_blocks: bool) -> Route[Linear]:
-    needs = f"int8 x, k % 64 = 0, group % 32 = 0 or 16, tiles of {rows} x 64"
+    needs = f"int8 x, k % 64 = 0, group % 32 = 0 or 16, tiles of {rows} x {GEMM_TILE_N}"
     needs += ", int8 results" if to_blocks else f", k split {splits} times" if splits > 1 else ""
-    consts = {"TILE_M": rows, "TILE_N": 64, "WORKGROUP": 128}
+    consts = {"TILE_M": rows, "TILE_N": GEMM_TILE_N, "WORKGROUP": 128}
     consts |= {"TOKENS": rows} if to_blocks else {"GRID_SPLIT": splits} if splits > 1 else {}
 
     def fits(s: Linear, c: Caps) -> bool:
@@ -932,9 +933,9 @@ def plan_width(rows: int, chunk: int) -> int:
 def default_chunk(caps: Caps, int8: bool, textures: bool = False) -> int:
     """The default for the most token rows of a step.
 
-    On an H200 1024 are 4 % faster than 512 in int8, and in f32, where they take more memory, 4 % slower. (Prompts of
-    F16 weights are f32 in `fast`, too: not measured.) On textures, which only a CPU uses, the number makes no
-    difference (SmolLM2 on llvmpipe: 61 tok/s with 32, 63 with 128), and Ctrl-C and the progress wait for a step.
+    On an H200 1024 are 4 % faster than 512 in int8, and in f32, where they take more memory, 4 % slower. On textures,
+    which only a CPU uses, the number makes no difference (SmolLM2 on llvmpipe: 61 tok/s with 32, 63 with 128), and
+    Ctrl-C and the progress wait for a step.
     """
     if textures:
         return 32
