@@ -22,6 +22,8 @@ def test_every_kernel_has_a_test():
 
 def test_every_route_has_cases():
     lists = (linear.LINEAR, linear.LOGITS, linear.SWIGLU, norm.NORM, attention.ATTEND, attention.INT8, embed.EMBED)
-    ran = {id(param.values[1]) for params in lists for param in params} | set(map(id, linear.F32_TILES))
+    ran = {id(param.values[1]) for params in lists for param in params} | set(
+        map(id, (*linear.F32_TILES, *linear.LARGE_MATRICES))
+    )
     for table in (routes.LINEAR, routes.NORM, routes.NORM_INT8, routes.ATTEND, routes.EMBED):
         assert not [route for route in table if id(route) not in ran]

@@ -188,6 +188,28 @@ def test_every_f32_tile(gpu, route, weight):
     assert (got[m:] == GUARD).all(), "wrote behind the last row"
 
 
+LARGE_MATRICES = [r for r in routes.LINEAR if r.kernel == "linear_gemv_batch" and r.needs.endswith("matrix")]
+
+
+@pytest.mark.parametrize("weight", [Weight(Q4, 71, 576), Weight(Q6, 67, 2048, 16, scale_bits=8)], ids=lambda w: w.name)
+@pytest.mark.parametrize("route", LARGE_MATRICES, ids=lambda r: f"{r.consts['TOKENS']}-{r.consts['LANES']}")
+def test_gemv_batch_of_large_matrices(gpu, route, weight):
+    """On small ones, for time."""
+    shard, w = upload(gpu, weight)
+    most, matrix = route.consts["TOKENS"], matrix_of(shard)
+    given, step = linear_inputs(gpu, most, weight.k, Inputs.INT8), Steps(gpu)
+    y = gpu.zeros((most + 1) * weight.n * 4, "y")
+    table = verify_reference.only(route)
+    plan = Ops(gpu, step.buffer).linear(given.x, matrix, most, ops.store(y, matrix), Inputs.INT8, table=table)
+    for m in (most, most // 2 + 1):
+        fill(gpu, y, most + 1, weight.n)
+        step.write_rows(m)
+        run(gpu, plan, m)
+        got = gpu.read(y, np.float32, (most + 1) * weight.n).reshape(-1, weight.n)
+        assert_close(got[:m], (given.values @ w.T)[:m], *mode_bound((Inputs.INT8, Prologue.NONE)), f"{m} rows")
+        assert (got[m:] == GUARD).all(), "wrote behind the last row"
+
+
 STAGES = (
     Weight(Q4, 71, 576),
     Weight(Q4, 70, 2048, has_offset=True),

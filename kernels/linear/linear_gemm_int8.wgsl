@@ -68,13 +68,12 @@ fn w_scale4(i: u32) -> vec4<f32> { return vec4<f32>(w_scale[i], w_scale[i + 1u],
 fn x_sum4(i: u32) -> vec4<f32> { return vec4<f32>(x_sum[i], x_sum[i + 1u], x_sum[i + 2u], x_sum[i + 3u]); }
 fn w_offset4(i: u32) -> vec4<f32> { return vec4<f32>(w_offset[i], w_offset[i + 1u], w_offset[i + 2u], w_offset[i + 3u]); }
 
-// `hidden` for epilogue_swiglu_int8: the 8 rows of an invocation make values 2t, 2t + 1, 2t + 16 and 2t + 17 of a token's 32,
-// which it stores together as vec4 t.
+// `hidden` for epilogue_swiglu_int8: an invocation stores values 2t, 2t + 1, 2t + 16 and 2t + 17 of a token's 32 together, as vec4 t.
 var<private> hidden: vec4<f32>;
 
-fn store_hidden(i: u32, v: f32) {
-  hidden[i % 2u + i % 32u / 16u * 2u] = v;
-  if (i % 2u + i % 32u / 16u * 2u == 3u) { tile[i / 32u * 8u + i % 16u / 2u] = bitcast<vec4<u32>>(hidden); }
+fn store_hidden(i: u32, v: f32) {  // called in this order
+  hidden = vec4<f32>(hidden.yzw, v);
+  if (i % 2u == 1u && i % 32u >= 16u) { tile[i / 32u * 8u + i % 16u / 2u] = bitcast<vec4<u32>>(hidden); }
 }
 
 fn load_hidden(i: u32) -> vec4<f32> {
@@ -135,12 +134,6 @@ fn load_tile(first: u32, at: ptr<function, Sources>, index: u32) -> TileLoads { 
   return loads;
 }
 
-// Words change places in pairs: a dot product whose operands come from the same register bank waits.
-fn signed_bytes(p: vec4<u32>) -> vec4<u32> {
-  if (ZERO == 0.0) { return p.yxwz; }
-  return ((p + vec4<u32>(0x01010101u * u32(128.0 - ZERO))) ^ vec4<u32>(0x80808080u)).yxwz;
-}
-
 fn stage_tile(loads: ptr<function, TileLoads>, index: u32) {
   for (var i = 0u; i < X_LOADS; i++) {
     let n = index + i * WORKGROUP;
@@ -149,10 +142,10 @@ fn stage_tile(loads: ptr<function, TileLoads>, index: u32) {
   for (var i = 0u; i < W_LOADS; i++) {
     let n = index + i * WORKGROUP;
     if (n < BLOCKS * TILE_N) {
-      let p = planes((*loads).w[i]);
+      let p = signed_planes((*loads).w[i]);
       let at = W_TILE + n % BLOCKS * 2u * W_PLANE + n / BLOCKS;
-      tile[at] = signed_bytes(p.even);
-      tile[at + W_PLANE] = signed_bytes(p.odd);
+      tile[at] = p.even.yxwz;  // a dot product whose operands come from the same register bank waits
+      tile[at + W_PLANE] = p.odd.yxwz;
       if (OWN_SCALE) { w_scale[n % BLOCKS * TILE_N + from_slot(n / BLOCKS, W_FOURS)] = raw_scale((*loads).w[i]); }
     }
   }
@@ -166,7 +159,7 @@ fn stage_tile(loads: ptr<function, TileLoads>, index: u32) {
   for (var i = 0u; i < W_SCALES; i++) {
     let n = index + i * WORKGROUP;
     if (!OWN_SCALE && n < SPANS * TILE_N) {
-      w_scale[n] = (*loads).w_scale[i].x;
+      w_scale[n] = (*loads).w_scale[i].x * UNIT;
       if (HAS_OFFSET) { w_offset[n] = (*loads).w_scale[i].y; }
     }
   }

@@ -89,8 +89,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     set_sums(&sums, 0u, s0); set_sums(&sums, 1u, s1);
     if (TOKENS > 2u) { set_sums(&sums, 2u, s2); set_sums(&sums, 3u, s3); }
     if (TOKENS > 4u) { set_sums(&sums, 4u, s4); set_sums(&sums, 5u, s5); set_sums(&sums, 6u, s6); set_sums(&sums, 7u, s7); }
-    let sum = sum_each(&sums, index);
-    if (stores) { epilogue(token, row + pair, sum * scale); }
+    sum_each(&sums, index);
+    if (stores) { epilogue(token, row + pair, sums[0] * scale); }
     if (ends) { workgroup_epilogue(first_row / (PASSES * WORKGROUP_ROWS), 0u, index); }
     if (!has_next) { break; }
     pass_number = select(pass_number + 1u, 1u, ends);

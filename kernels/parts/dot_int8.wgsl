@@ -31,27 +31,24 @@ fn dot32(v: Inputs, w: Weights) -> f32 {
   return sum;
 }
 struct Unpacked { p: Planes, s: vec4<f32> }  // s: block_scales
-fn unpack(w: Weights) -> Unpacked { return Unpacked(planes(w.raw), block_scales(w.s)); }
-// d * (sum - ZERO * inputs). Integer sums begin at the bits of 1.5 * 2^23, so that their bits are a float already:
-// converting is slower.
+fn unpack(w: Weights) -> Unpacked { return Unpacked(signed_planes(w.raw), block_scales(w.s) * vec4<f32>(UNIT, 1.0, UNIT, 1.0)); }
+// Integer sums begin at the bits of MAGIC = 1.5 * 2^23, so that their bits are a float already: converting is slower.
 const FIRST_BITS: i32 = 0x4B400000;
-fn scaled(bits: i32, d: f32, inputs_sum: f32) -> f32 {
-  let sum = bitcast<f32>(bits) - 12582912.0;
-  if (ZERO == 0.0) { return d * sum; }
-  return fma(d, sum, -ZERO * inputs_sum);
-}
+const MAGIC: f32 = 12582912.0;
 fn add_dot(sum: f32, v: Inputs, u: Unpacked) -> f32 {
+  let d = bitcast<f32>(bitcast<u32>(v.scale.x) & 0xFFFFFFFCu);  // 22 bits: d * MAGIC is exact
+  let zero = d * -MAGIC;
   let low = FIRST_BITS + dot4I8Packed(u.p.even.x, v.even.x) + dot4I8Packed(u.p.even.y, v.even.y)
           + dot4I8Packed(u.p.odd.x, v.odd.x) + dot4I8Packed(u.p.odd.y, v.odd.y);
   let high = dot4I8Packed(u.p.even.z, v.even.z) + dot4I8Packed(u.p.even.w, v.even.w)
            + dot4I8Packed(u.p.odd.z, v.odd.z) + dot4I8Packed(u.p.odd.w, v.odd.w);
   if (GROUP == 16u) {
-    let first = scaled(low, v.scale.x, v.scale.y);
-    let found = fma(u.s.x, first, fma(u.s.z, scaled(FIRST_BITS + high, v.scale.x, v.scale.z), sum));
+    let first = fma(u.s.x, fma(bitcast<f32>(low), d, zero), sum);
+    let found = fma(u.s.z, fma(bitcast<f32>(FIRST_BITS + high), d, zero), first);
     if (HAS_OFFSET) { return fma(u.s.y, v.scale.y, fma(u.s.w, v.scale.z, found)); }
     return found;
   }
-  let found = fma(u.s.x, scaled(low + high, v.scale.x, v.scale.w), sum);
+  let found = fma(u.s.x, fma(bitcast<f32>(low + high), d, zero), sum);
   if (HAS_OFFSET) { return fma(u.s.y, v.scale.w, found); }
   return found;
 }

@@ -3,6 +3,7 @@
 // Needs K % 32 == 0. Parts: f16.
 const K: u32 = 32u;
 const ZERO: f32 = 0.0;
+const UNIT: f32 = 1.0;
 const SIGNS: u32 = 0x80808080u;  // sign bits: bytes are signed
 const OWN_SCALE: bool = true;    // the scale is computed from the weights
 const HAS_OFFSET: bool = false;
@@ -38,4 +39,5 @@ fn planes(r: Raw) -> Planes {
   let a = word_pair(r.a, inverse); let b = word_pair(r.b, inverse); let c = word_pair(r.c, inverse); let d = word_pair(r.d, inverse);
   return Planes(vec4<u32>(a.x, b.x, c.x, d.x), vec4<u32>(a.y, b.y, c.y, d.y));
 }
+fn signed_planes(r: Raw) -> Planes { return planes(r); }
 fn scale_at(row: u32, g: u32) -> vec2<f32> { return vec2<f32>(); }

@@ -4,13 +4,15 @@
 // a barrier between them.
 // sum_part(v, i, count): parts of sums by token, in place of sum_begin: i numbers the values of all tokens, and a subgroup
 // has values of one token. sum_parts(token, values) is the sum of the token's `values` values, after a barrier.
-// sum_each(v, index): every lane has TOKENS * ROW_PAIRS values; lane i gets the sum of all lanes' value i.
-const LANES: u32 = 64u;     // a multiple of SUBGROUP, divides WORKGROUP
+// sum_each(v, index): every lane has TOKENS * ROW_PAIRS values; lane i gets the sums of all lanes' values HELD * i and so on,
+// in the first HELD places of v. LANES may be a part of a subgroup there.
+const LANES: u32 = 64u;     // a multiple of SUBGROUP (for sum_each a part of it too), divides WORKGROUP
 const WORKGROUP: u32 = 64u;
 const SUBGROUP: u32 = 32u;  // lanes of a subgroup, as probed
 const TOKENS: u32 = 1u;     // TOKENS * ROW_PAIRS: a power of two, 32 at most, divides SUBGROUP
 const ROW_PAIRS: u32 = 1u;
 const SUMS: u32 = TOKENS * ROW_PAIRS;
+const HELD: u32 = max(1u, SUMS / LANES);  // sums that a lane gets
 const K: u32 = 32u;
 const TOKEN_PARTS: u32 = select(0u, TOKENS * K / 8u / SUBGROUP, TOKENS > 1u);
 const PENDING: u32 = max(WORKGROUP / SUBGROUP, TOKEN_PARTS);
@@ -48,27 +50,27 @@ fn sum_parts(token: u32, values: u32) -> f32 {
   return sum;
 }
 fn halve(v: ptr<function, array<vec2<f32>, SUMS>>, count: u32, index: u32) {  // from 2 * count sums in each lane to count
-  let upper = (index & count) != 0u;
+  let distance = count / HELD;
+  let upper = (index & distance) != 0u;
   for (var i = 0u; i < count; i++) {
     let a = (*v)[i];
     let b = (*v)[i + count];
-    (*v)[i] = select(a, b, upper) + subgroupShuffleXor(select(b, a, upper), count);
+    (*v)[i] = select(a, b, upper) + subgroupShuffleXor(select(b, a, upper), distance);
   }
 }
-fn sum_each(v: ptr<function, array<vec2<f32>, SUMS>>, index: u32) -> vec2<f32> {
-  if (SUMS > 16u) { halve(v, 16u, index); }
-  if (SUMS > 8u) { halve(v, 8u, index); }
-  if (SUMS > 4u) { halve(v, 4u, index); }
-  if (SUMS > 2u) { halve(v, 2u, index); }
-  if (SUMS > 1u) { halve(v, 1u, index); }
-  var sum = (*v)[0];
-  for (var d = SUMS; d < SUBGROUP; d <<= 1u) { sum += subgroupShuffleXor(sum, d); }
-  if (LANES == SUBGROUP) { return sum; }
+fn sum_each(v: ptr<function, array<vec2<f32>, SUMS>>, index: u32) {
+  if (SUMS > 16u && HELD <= 16u) { halve(v, 16u, index); }
+  if (SUMS > 8u && HELD <= 8u) { halve(v, 8u, index); }
+  if (SUMS > 4u && HELD <= 4u) { halve(v, 4u, index); }
+  if (SUMS > 2u && HELD <= 2u) { halve(v, 2u, index); }
+  if (SUMS > 1u && HELD <= 1u) { halve(v, 1u, index); }
+  for (var d = SUMS / HELD; d < min(LANES, SUBGROUP); d <<= 1u) { (*v)[0] += subgroupShuffleXor((*v)[0], d); }
+  if (LANES <= SUBGROUP) { return; }
   workgroupBarrier();  // the sums of the last call have been read
-  if (index % SUBGROUP < SUMS) { subgroup_sums[index / SUBGROUP * SUMS + index % SUBGROUP] = sum; }
+  if (index % SUBGROUP < SUMS) { subgroup_sums[index / SUBGROUP * SUMS + index % SUBGROUP] = (*v)[0]; }
   workgroupBarrier();
   let first = index / LANES * (LANES / SUBGROUP);
-  sum = vec2<f32>();
+  var sum = vec2<f32>();
   for (var i = 0u; i < LANES / SUBGROUP; i++) { sum += subgroup_sums[(first + i) * SUMS + index % SUMS]; }
-  return sum;
+  (*v)[0] = sum;
 }

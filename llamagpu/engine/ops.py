@@ -187,6 +187,8 @@ class Ops:
             elif role is Role.BROADCAST:
                 one_subgroup = caps.subgroup == routes.vector_lanes(caps)
                 names.append("broadcast_subgroup" if one_subgroup else "broadcast_plain")
+            elif role is Role.STAGE:
+                names.append("stage_int8" if "STAGED" in route.consts else "stage_none")
             elif role is Role.TURN:
                 names.append("turn_row" if caps.measured_barrier else "turn_uniform")
             elif role in (Role.KV4, Role.KV8):
@@ -207,8 +209,10 @@ class Ops:
     def subgroups_fit(self, route: Route[S]) -> bool:
         """Whether the sums of the kernel divide into whole subgroups."""
         size, own = self.gpu.caps.subgroup, self.constants(route)
-        enough = size >= own.get("TOKENS", 1) * own.get("ROW_PAIRS", 1)
-        return enough and own.get("LANES", own["WORKGROUP"]) % size == 0
+        sums, lanes = own.get("TOKENS", 1) * own.get("ROW_PAIRS", 1), own.get("LANES", own["WORKGROUP"])
+        if Role.STAGE in route.parts and size >= lanes:
+            return size % lanes == 0
+        return size >= sums and lanes % size == 0
 
     def constants(self, route: Route[S]) -> dict[str, int]:
         """The kernel's own tile sizes with the route's tuning on top."""

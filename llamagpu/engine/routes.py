@@ -68,6 +68,7 @@ class Role(StrEnum):
     RESIDUAL = "residual"  # the residual stream, with what is still to be added to it
     TEXTURE = "texture"  # weights in a texture
     BROADCAST = "broadcast"  # texels that all lanes need
+    STAGE = "stage"  # inputs through workgroup memory, or not
     TURN = "turn"  # the rows that a workgroup takes in turn
     KV4 = "kv4"  # the KV cache, 4 dimensions at a time
     KV8 = "kv8"  # the KV cache, 8 dimensions at a time
@@ -255,6 +256,11 @@ def block_aligned(s: Linear) -> bool:
     return s.k % (64 if s.storage is Storage.Q6 else 32) == 0 and groups
 
 
+def quantised_dot(s: Linear) -> bool:
+    """Whether both sides of the dot products are bytes."""
+    return s.inputs is Inputs.INT8 and s.storage is not Storage.F16
+
+
 def no_prologue(s: Linear) -> bool:
     return s.prologue is Prologue.NONE
 
@@ -313,22 +319,52 @@ GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], .
 )
 
 GEMV_WIDTHS = (2, 4, 8, 16)  # most token rows of the GEMV kernels
-FUSED_BATCH = {2: (2, 1), 4: (2, 1), 8: (2, 1)}  # by token rows of a fused kernel: row pairs of a lane, prefetch depth
-# A step fused and unfused on an H200 (2026-11-16), us: 1B 2 rows 488 and 710, 4 rows 640 and 712, 8 rows 967 and 876;
-# 8B 2 rows 2120 and 2510, 4 rows 2860 and 2610. That was an earlier form of the kernel, and 8192 would be the limit.
-# The present form has run on no GPU yet, so no step is fused.
-MAX_FUSED_VALUES = 0  # rows x dim of a fused step
+FUSED_BATCH = {2: (1, 4), 4: (2, 2), 8: (1, 2)}  # by token rows of a fused kernel: row pairs of a lane, prefetch depth
+# A step fused and unfused on an H200 (2026-11-16), us: 1B 2 rows 446 and 678, 4 rows 622 and 723, 8 rows 925 and 864;
+# 8B 2 rows 1865 and 2075, 4 rows 2720 and 2510.
+MAX_FUSED_VALUES = 8192  # rows x dim of a fused step
 GEMM_WIDTHS = (32, 64, 128, 256)  # most token rows of the small GEMM tiles
 
-# Likewise, and up to how many token rows: more than 8 leave no registers for two pairs of rows.
-GEMV_BATCH_SHAPES: tuple[tuple[str, int, Callable[[Linear, Caps], bool], dict[str, int]], ...] = (
+# Likewise, and from how many token rows to how many. Two pairs of rows share what is read of x; one pair leaves more
+# lanes to a small matrix. Unpacked f16 weights and f32 inputs leave no registers for two pairs.
+SMALL_MATRIX = 8 << 20  # weights
+GEMV_BATCH_SHAPES: tuple[tuple[str, tuple[int, ...], Callable[[Linear, Caps], bool], dict[str, int]], ...] = (
+    (
+        "int8 results, x staged",
+        (4, 8, 16),
+        lambda s, c: s.epilogue is Epilogue.SWIGLU_INT8 and quantised_dot(s) and c.shared_bytes >= 32768,
+        {"WORKGROUP": 256, "LANES": 16, "ROW_PAIRS": 2, "STAGED": 1, "PREFETCH": 1},
+    ),
     (
         "int8 results",
-        8,
+        (2, 4, 8),
         lambda s, c: s.epilogue is Epilogue.SWIGLU_INT8 and c.invocations >= 512,
         {"WORKGROUP": 512, "LANES": 32, "ROW_PAIRS": 2},
     ),
-    ("each result by itself", 16, lambda s, c: no_extras(s), {"WORKGROUP": 256, "LANES": 64, "ROW_PAIRS": 1}),
+    (
+        "large matrix",
+        (8,),
+        lambda s, c: no_extras(s) and quantised_dot(s) and s.n * s.k > SMALL_MATRIX and s.n < 4096,
+        {"WORKGROUP": 256, "LANES": 128, "ROW_PAIRS": 2, "PREFETCH": 1},
+    ),
+    (
+        "many rows, large matrix",
+        (8,),
+        lambda s, c: no_extras(s) and quantised_dot(s) and s.n * s.k > SMALL_MATRIX,
+        {"WORKGROUP": 256, "LANES": 64, "ROW_PAIRS": 2, "PREFETCH": 1},
+    ),
+    (
+        "large matrix",
+        (16,),
+        lambda s, c: no_extras(s) and quantised_dot(s) and SMALL_MATRIX < s.n * s.k <= 4 * SMALL_MATRIX,
+        {"WORKGROUP": 256, "LANES": 128, "ROW_PAIRS": 2, "PREFETCH": 1},
+    ),
+    (
+        "each result by itself",
+        (2, 4, 8, 16),
+        lambda s, c: no_extras(s) and (s.m <= 8 or s.n * s.k <= 4 * SMALL_MATRIX or not quantised_dot(s)),
+        {"WORKGROUP": 256, "LANES": 64, "ROW_PAIRS": 1},
+    ),
 )
 
 
@@ -400,15 +436,14 @@ WEIGHT_PARTS = (Role.WEIGHT, Role.EPILOGUE)
 DOT_PARTS = (Role.DOT, Role.EPILOGUE, Role.REDUCE)
 
 
-def _gemv_batch_route(
-    width: int, case: str, limit: int, fits: Callable[[Linear, Caps], bool], consts: Consts
-) -> Route[Linear]:
+def _gemv_batch_route(width: int, case: str, fits: Callable[[Linear, Caps], bool], consts: Consts) -> Route[Linear]:
     needs = f"m <= {width}, k % 32 = 0, group % 32 = 0 or 16, {case}"
 
     def batch_fits(s: Linear, c: Caps) -> bool:
         return 1 < s.m <= width and no_prologue(s) and block_aligned(s) and fits(s, c)
 
-    return Route("linear_gemv_batch", batch_fits, needs, row_pair_grid, DOT_PARTS, {"TOKENS": width} | dict(consts))
+    consts = {"TOKENS": width} | dict(consts)
+    return Route("linear_gemv_batch", batch_fits, needs, row_pair_grid, (*DOT_PARTS, Role.STAGE), consts)
 
 
 def _gemm_int8_route(rows: int, splits: int, to_blocks: bool) -> Route[Linear]:
@@ -464,7 +499,12 @@ LINEAR: Table[Linear] = (
         row_pair_grid,
         (*WEIGHT_PARTS, Role.REDUCE),
     ),
-    *(_gemv_batch_route(width, *shape) for width in GEMV_WIDTHS for shape in GEMV_BATCH_SHAPES if width <= shape[1]),
+    *(
+        _gemv_batch_route(width, case, fits, consts)
+        for width in GEMV_WIDTHS
+        for case, widths, fits, consts in GEMV_BATCH_SHAPES
+        if width in widths
+    ),
     *(_gemm_int8_route(rows, 1, to_blocks=True) for rows in GEMM_TILE_ROWS),
     *(_gemm_int8_route(rows, splits, to_blocks=False) for rows in GEMM_TILE_ROWS for splits in GRID_SPLITS),
     *(_gemm_route(*tile) for tile in F32_TILES),
