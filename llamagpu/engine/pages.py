@@ -1,0 +1,129 @@
+"""Pages of the KV cache: who holds which, which are free, and which hold a prefix that a later sequence may begin with.
+
+A page holds PAGE positions of one sequence, in all layers. Pages are shared by reference: a full page never changes, so
+that any sequence with the same ids up to its end may read it. A page that nobody holds keeps its contents until its
+place is needed; the least recently used go first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+PAGE = 64  # positions: whole tiles of every attention kernel
+ROOT = -1  # stands for the page before the first
+Ids = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Contents:
+    """What a page that can be found again holds."""
+
+    before: int  # the page of the positions before these, or ROOT
+    ids: Ids  # of its positions; fewer than PAGE: the page is not full
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Pages that hold the first `positions` ids of a sequence. The last may be a page that has more in it than that, or
+    that another sequence is still writing to: then the new holder needs a copy of its own."""
+
+    pages: tuple[int, ...]
+    positions: int
+
+
+class PagePool:
+    """`count` pages. Every page is free, held (one or more sequences refer to it), or kept for a later sequence."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.free = list(range(count - 1, -1, -1))
+        self.holders = [0] * count
+        self.contents: dict[int, Contents] = {}  # of pages that can be found
+        self.following: dict[int, dict[Ids, int]] = {}  # page before -> ids -> page
+        self.kept: OrderedDict[int, None] = OrderedDict()  # found, but held by nobody: the oldest first
+
+    @property
+    def available(self) -> int:
+        """Pages that nobody holds."""
+        return len(self.free) + len(self.kept)
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` pages to write to, or None if there are not so many that nobody holds."""
+        if count > self.available:
+            return None
+        while len(self.free) < count:
+            self.forget(next(iter(self.kept)))
+        taken = [self.free.pop() for _ in range(count)]
+        for page in taken:
+            self.holders[page] = 1
+        return taken
+
+    def hold(self, pages: Items[int]) -> None:
+        """One more sequence refers to these pages."""
+        for page in pages:
+            self.kept.pop(page, None)
+            self.holders[page] += 1
+
+    def release(self, pages: Items[int]) -> None:
+        """A sequence no longer refers to these pages, in the order of their positions."""
+        for page in reversed(pages):  # later positions are given up first: they are of no use without the earlier ones
+            self.holders[page] -= 1
+            if self.holders[page]:
+                continue
+            if page in self.contents:
+                self.kept[page] = None
+            else:
+                self.free.append(page)
+
+    def record(self, pages: Items[int], ids: Items[int], first: int = 0) -> None:
+        """Let later sequences find these pages, which hold `ids`, from page number `first` on.
+
+        Where another page with the same contents can be found already, that one stays.
+        """
+        for number in range(first, -(-len(ids) // PAGE)):
+            before = pages[number - 1] if number else ROOT
+            if before != ROOT and before not in self.contents:
+                return  # its twin can be found, and what follows the twin
+            own, page = tuple(ids[number * PAGE : (number + 1) * PAGE]), pages[number]
+            found = self.following.setdefault(before, {})
+            if page in self.contents:
+                del found[self.contents[page].ids]
+            elif own in found:
+                return
+            self.contents[page] = Contents(before, own)
+            found[own] = page
+
+    def forget(self, page: int) -> None:
+        """A page can no longer be found, nor can what follows it. Pages that nobody holds are free then."""
+        contents = self.contents.pop(page)
+        found = self.following[contents.before]
+        del found[contents.ids]
+        if not found:
+            del self.following[contents.before]
+        if page in self.kept:
+            del self.kept[page]
+            self.free.append(page)
+        for after in list(self.following.get(page, {}).values()):
+            self.forget(after)
+
+    def find(self, ids: Items[int]) -> Prefix:
+        """The longest prefix of `ids` that pages hold."""
+        pages: list[int] = []
+        before, position = ROOT, 0
+        while True:
+            found = self.following.get(before, {})
+            page = found.get(tuple(ids[position : position + PAGE])) if position + PAGE <= len(ids) else None
+            if page is None:
+                break
+            pages.append(page)
+            before, position = page, position + PAGE
+        rest = tuple(ids[position : position + PAGE])
+        length, last = max(((common(own, rest), page) for own, page in found.items()), default=(0, ROOT))
+        if length:
+            pages.append(last)
+        return Prefix(tuple(pages), position + length)
+
+
+def common(a: Ids, b: Ids) -> int:
+    """How many leading ids are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
