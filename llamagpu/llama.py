@@ -55,6 +55,7 @@ def load(
     chunk: int | None = None,
     kv_type: KvType | str | None = None,
     precision: Precision | str | None = None,
+    kv_memory: int | None = None,
     progress: Progress | None = None,
 ) -> "Llama":
     """A model by file, by name (`llamagpu models`) or as `hf:user/repo[:QUANT]`; it is fetched if it has to be.
@@ -72,7 +73,14 @@ def load(
     check_argument("model", model, valid, "a GGUF file, a name or hf:user/repo[:QUANT]")
     path = resolve(model if isinstance(model, str) else str(Path(model).expanduser().absolute()))
     llama = Llama(
-        path, device=device, context=context, chunk=chunk, kv_type=kv_type, precision=precision, progress=progress
+        path,
+        device=device,
+        context=context,
+        chunk=chunk,
+        kv_type=kv_type,
+        precision=precision,
+        kv_memory=kv_memory,
+        progress=progress,
     )
     suggested = suggested_sampling(model) if isinstance(model, str) else None
     llama.sampling = Sampling(**(suggested or {}))
@@ -96,21 +104,23 @@ class Llama:
         chunk: int | None = None,
         kv_type: KvType | str | None = None,
         precision: Precision | str | None = None,
+        kv_memory: int | None = None,
         progress: Progress | None = None,
         on_plan: Callable[[MemoryPlan, Gpu], None] | None = None,
     ) -> None:
         """Open a GGUF or packed file.
 
         `device`: a number or name as in `llamagpu devices`, or an open Gpu to share, which stays open.
-        `context`: positions; None lets the KV cache grow up to the model's context.
+        `context`: positions; None takes the model's context, or what the KV cache holds.
+        `kv_memory`: MiB for the KV cache; None takes what `context` needs, without it 2048 at most, on a CPU 512.
         `chunk`: tokens of one prefill step at most. `kv_type`: "f16" or "f32". `precision`: "fast" or "high".
         None lets the adapter decide. `on_plan` gets the memory plan before anything is allocated.
         """
         gpu = device if isinstance(device, Gpu) else None
         name = None if device is None or gpu else str(device)
-        for argument, value in (("context", context), ("chunk", chunk)):
+        for argument, value in (("context", context), ("chunk", chunk), ("kv_memory", kv_memory)):
             check_argument(argument, value, value is None or is_whole(value, 1), "a whole number from 1 up, or None")
-        options = EngineOptions(name, context, chunk, kv_type, precision)  # type: ignore[arg-type]
+        options = EngineOptions(name, context, chunk, kv_type, precision, kv_memory=kv_memory)  # type: ignore[arg-type]
         started = time.perf_counter()
         self.path = Path(path)
         with error_context(path), map_device_lost():
@@ -368,8 +378,6 @@ class Llama:
                 f"{len(ids)} prompt tokens and {new} new ones need a context of {wanted}; it is {self.context}",
                 "use " + " or ".join(ways),
             )
-        if wanted > self.loaded.engine.cache.capacity:
-            self.loaded.check_memory(wanted)
         stops = stop_strings(stop)
         matcher = Matcher(grammar, self._grammar_vocabulary) if grammar else None
         how = sampling or self.sampling
@@ -382,8 +390,7 @@ class Llama:
     def embed(self, text: str | Sequence[str]) -> NDArray[np.float32]:
         """The embedding [dim] of a text, or [n, dim] of several: the mean hidden state, of length 1.
 
-        The dot product of two embeddings is their cosine similarity. The KV cache is used, so that the next prompt is
-        computed from its beginning.
+        The dot product of two embeddings is their cosine similarity.
 
         >>> a, b = llama.embed(["a cat", "a dog"])
         >>> -1 <= float(a @ b) <= 1
@@ -405,10 +412,12 @@ class Llama:
         return rows[0] if isinstance(text, str) else np.array(rows, np.float32).reshape(-1, self.config.dim)
 
     def _embedding(self, ids: list[int]) -> NDArray[np.float32]:
-        self.sequence.truncate(0)  # the same steps, so the same numbers, whatever came before
-        if len(ids) > self.loaded.engine.cache.capacity:
-            self.loaded.check_memory(len(ids))
-        mean = self.loaded.engine.mean_hidden(self.sequence, ids)
+        engine, sequence = self.loaded.engine, TokenSequence()  # the same steps and numbers, whatever came before
+        engine.end(self.sequence)
+        try:
+            mean = engine.mean_hidden(sequence, ids)
+        finally:
+            engine.discard(sequence)
         need_finite(mean)
         return np.asarray(mean / max(float(np.linalg.norm(mean)), 1e-30), np.float32)
 
@@ -558,8 +567,7 @@ def new_ids(
     """
     engine, sequence = llama.loaded.engine, llama.sequence
     start = time.perf_counter()
-    shared = sequence.shared_prefix(prompt_ids[:-1])
-    sequence.truncate(shared)
+    shared = engine.begin(sequence, prompt_ids)
     times.prompt_tokens, times.cached_tokens = len(prompt_ids), shared
     engine.reserve(sequence, len(prompt_ids) - shared + abs(max_tokens))
     engine.prefill(sequence, prompt_ids[shared:], progress)

@@ -9,6 +9,9 @@ import pytest
 from reference import assert_close, attention
 
 from llamagpu.engine import baselines
+from llamagpu.engine.ops import Ops
+from llamagpu.engine.page_table import PageTable
+from llamagpu.engine.pages import PAGE
 from llamagpu.engine.routes import Route, Table
 from llamagpu.engine.step_inputs import Segment, StepInputs
 from llamagpu.engine.weights import Matrix, MatrixShard
@@ -121,14 +124,35 @@ def segment(slot: int, position: int, rows: int) -> Segment:
 
 
 class Steps:
-    """The inputs of steps, one after another in the same buffer."""
+    """The inputs of steps, one after another in the same buffer, over a KV cache of `slots` sequences.
 
-    def __init__(self, gpu: Gpu, capacity: int = 0, slots: int = 1) -> None:
-        self.inputs, self.capacity, self.slots = StepInputs(gpu), capacity, slots
+    Their pages are in no order, and others for each step. Sequences that are past their first page share it.
+    """
+
+    def __init__(self, gpu: Gpu, positions: int = 0, slots: int = 1) -> None:
+        self.inputs, self.slots, self.rng = StepInputs(gpu), slots, random("pages")
+        self.pages = slots * -(-positions // PAGE) + 2
+        self.table = PageTable(gpu, slots, positions, self.pages * PAGE)
         self.buffer = self.inputs.buffer
+        self.ops = Ops(gpu, self.buffer, self.table.buffer)
 
     def write(self, *segments: Segment) -> None:
-        self.inputs.write(segments, self.capacity, self.slots)
+        if not self.table.pages:  # the kernels do not use a cache
+            return self.inputs.write(segments)
+        entries = self.rng.permutation(self.pages)[: self.slots * self.table.pages].reshape(self.slots, -1)
+        sharing = [part.slot for part in segments if part.position >= PAGE]
+        entries[sharing, 0] = entries[sharing[:1], 0]
+        for slot, pages in enumerate(entries.tolist()):
+            self.table.assign(slot, pages)
+        return self.inputs.write(segments, self.table)
+
+    def paged(self, cache: Array, segments: Sequence[Segment]) -> Array:
+        """[slots, heads, positions, d] as [heads, cells, d], with large numbers where no row of the step looks."""
+        found = np.full((cache.shape[1], self.table.capacity, cache.shape[3]), 1e4, cache.dtype)
+        for part in segments:
+            end = part.position + len(part.tokens)
+            found[:, self.table.cells(part.slot, np.arange(end))] = cache[part.slot, :, :end]
+        return found
 
     def write_rows(self, rows: int, position: int = 0) -> None:
         self.write(segment(0, position, rows))
@@ -148,13 +172,10 @@ def per_segment(dispatch: Dispatch, segments: Sequence[Segment]) -> Dispatch:
 # Attention
 
 
-def only_seen(cache: Array, segments: Sequence[Segment]) -> Array:
-    """A cache [slots, kv_heads, capacity, head_dim] with large numbers at positions that no row of the step sees."""
-    seen = np.full_like(cache, 1e4)
-    for part in segments:
-        end = part.position + len(part.tokens)
-        seen[part.slot, :, :end] = cache[part.slot, :, :end]
-    return seen
+def same_first_page(cache: Array) -> Array:
+    """[slots, heads, positions, d] of sequences that begin alike."""
+    cache[:, :, :PAGE] = cache[:1, :, :PAGE]
+    return cache
 
 
 def attended(q: Array, k: Array, v: Array, segments: Sequence[Segment], window: int) -> Floats:

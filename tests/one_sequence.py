@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from reference import Reference
 
+from llamagpu import Llama
 from llamagpu.engine.engine import Engine
 from llamagpu.engine.load import load_source, open_source
 from llamagpu.engine.model import Model
 from llamagpu.engine.options import Backend, KvType, Precision, Settings
+from llamagpu.engine.pages import PAGE, ROOT
 from llamagpu.engine.sampler import Sampling
 from llamagpu.engine.sequence import Sequence as TokenSequence
 from llamagpu.files.gguf_file import GgufFile
@@ -69,10 +71,26 @@ def load_one(
     slots: int = 1,
 ) -> OneSequence:
     """A model file with exactly these settings, whatever the adapter would prefer."""
-    settings = Settings(precision, kv_type, backend, chunk, context, capacity or context, slots)
+    capacity = capacity or slots * -(-context // PAGE) * PAGE
+    settings = Settings(precision, kv_type, backend, chunk, context, capacity, slots)
     source = open_source(path)
     weights = load_source(source, settings, gpu)
     return OneSequence(Engine(gpu, source.config, weights, settings, source.freq_factors))
+
+
+def forget(llama: Llama) -> None:
+    """As if it had read nothing yet."""
+    engine = llama.loaded.engine
+    engine.discard(llama.sequence)
+    for page in list(engine.cache.pool.following.get(ROOT, {}).values()):
+        engine.cache.pool.forget(page)
+
+
+def reserve(engine: Engine, slot: int, positions: int) -> TokenSequence:
+    """A sequence in a slot, with pages for so many positions."""
+    sequence = TokenSequence(slot)
+    assert engine.cache.reserve(sequence, positions)
+    return sequence
 
 
 def reference_of(run: OneSequence, path: Path) -> Reference:

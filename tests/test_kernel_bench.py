@@ -19,7 +19,7 @@ from llamagpu.files.storage import Storage
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Step
 from llamagpu.gpu.timing import Stopwatch
-from llamagpu.verify.reference import Weight, matrix_of, only, run, step_buffer
+from llamagpu.verify.reference import Weight, matrix_of, only, ops_at, run, step_buffer
 
 TOKENS = [4]
 F32_NMSE, INT8_NMSE = 1e-10, 5e-4  # largest error of f32 and of int8 activations
@@ -165,7 +165,7 @@ def test_attend_strided_baseline(gpu: Gpu) -> None:
     """Keys of zeros give every position the same weight: each row is the mean of the values up to its position."""
     values = np.arange(2 * 8 * 8, dtype=np.float32).reshape(2, 8, 8)  # 2 KV heads, 8 positions, head_dim 8
     keys, q = np.zeros_like(values), np.ones((3, 4, 8), np.float32)
-    y, make = gpu.zeros(q.nbytes, "y"), Ops(gpu, step_buffer(gpu, 3, position=2, capacity=8))
+    y, make = gpu.zeros(q.nbytes, "y"), ops_at(gpu, 3, 2, 8)
     buffers = AttentionBuffers(gpu.upload(q, "q"), gpu.upload(keys, "k"), gpu.upload(values, "v"), y)
     shape = Attention(3, 4, 2, 8, scale=8**-0.5)
     [dispatch] = make.attend(shape, buffers, AttentionMode(KvType.F32), only(baselines.ATTEND_STRIDED))

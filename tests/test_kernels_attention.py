@@ -18,17 +18,17 @@ from kernel_cases import (
     fill,
     on_gpus,
     only,
-    only_seen,
     per_row,
     per_segment,
     run,
     runs,
+    same_first_page,
     segment,
 )
 from reference import assert_close
 
 from llamagpu.engine import baselines, routes
-from llamagpu.engine.ops import AttentionBuffers, AttentionMode, Ops
+from llamagpu.engine.ops import AttentionBuffers, AttentionMode
 from llamagpu.engine.options import KvType
 from llamagpu.engine.routes import Attention, Table
 from llamagpu.engine.step_inputs import Segment
@@ -41,8 +41,8 @@ from llamagpu.verify.reference import (
     blocks_of_planes,
     dequantise_blocks,
     fits,
+    ops_at,
     random,
-    step_buffer,
 )
 from llamagpu.verify.reference import only as always
 
@@ -107,7 +107,7 @@ STEPS = {  # most rows of the plan: steps, around the ends of a block of 64 posi
     ],
     33: [
         *([segment(1, position, rows)] for rows, position in ((5, 0), (33, 0), (5, 1), (5, 63), (33, 65), (5, 200))),
-        [segment(2, 0, 5), segment(0, 100, 18), segment(1, 64, 9)],
+        [segment(2, 0, 5), segment(0, 100, 18), segment(1, 64, 9)],  # the last two share a page
     ],
 }
 
@@ -133,25 +133,29 @@ def check_attend(gpu, case: Heads, table: Table[Attention], steps: Sequence[Sequ
     q = rng.standard_normal((MOST, case.heads, d)).astype(np.float32)
     cache = (SLOTS, case.kv_heads, CAPACITY, d)
     # keys of unequal size, so that some positions dominate; numbers that the cache holds exactly
-    k = (rng.standard_normal(cache) * rng.uniform(0, 3, (SLOTS, 1, CAPACITY, 1))).astype(dtype)
-    v = rng.standard_normal(cache).astype(dtype)
-    y = gpu.zeros((MOST + 1) * case.heads * d * 4, "y")
-    caches, stats = (gpu.zeros(k.nbytes, "k"), gpu.zeros(v.nbytes, "v")), gpu.zeros(MOST * case.heads * 8, "stats")
-    buffers = AttentionBuffers(gpu.upload(q, "q"), *caches, y, stats)
+    k = same_first_page((rng.standard_normal(cache) * rng.uniform(0, 3, (SLOTS, 1, CAPACITY, 1))).astype(dtype))
+    v = same_first_page(rng.standard_normal(cache).astype(dtype))
+    y, stats = gpu.zeros((MOST + 1) * case.heads * d * 4, "y"), gpu.zeros(MOST * case.heads * 8, "stats")
     step = Steps(gpu, CAPACITY, SLOTS)
+    buffers = AttentionBuffers(gpu.upload(q, "q"), *empty_caches(gpu, step, case), y, stats)
     shape = replace(case.shape(case.m), segments=SLOTS)
-    [dispatch] = Ops(gpu, step.buffer).attend(shape, buffers, AttentionMode(case.kv_type), table)
+    [dispatch] = step.ops.attend(shape, buffers, AttentionMode(case.kv_type), table)
     for segments in steps:
         m = len(per_row(segments))
         step.write(*segments)
-        gpu.write(buffers.keys, only_seen(k, segments))
-        gpu.write(buffers.values, only_seen(v, segments))
+        gpu.write(buffers.keys, step.paged(k, segments))
+        gpu.write(buffers.values, step.paged(v, segments))
         fill(gpu, y, MOST + 1, case.heads, d)
         run(gpu, [with_grid(dispatch, segments)], m)
         got = gpu.read(y, np.float32, (MOST + 1) * case.heads * d).reshape(MOST + 1, case.heads, d)
         assert_close(got[:m], attended(q, k, v, segments, case.window), *F32, f"{segments}")
         assert (got[m:] == GUARD).all(), f"{segments}: wrote behind the last row"
     return dispatch.kernel
+
+
+def empty_caches(gpu, step: Steps, case: Heads):
+    size = case.kv_heads * step.table.capacity * case.head_dim * np.dtype(case.dtype).itemsize
+    return gpu.zeros(size, "k"), gpu.zeros(size, "v")
 
 
 def with_grid(dispatch, segments: Sequence[Segment]):
@@ -164,7 +168,7 @@ def attend_data(case: Heads, rows: int) -> tuple[Array, Array, Array]:
     rng = random(case.name)
     k, v = rng.standard_normal((2, SLOTS, case.kv_heads, CAPACITY, case.head_dim))
     q = rng.standard_normal((rows, case.heads, case.head_dim)).astype(np.float32)
-    return q, k.astype(case.dtype), v.astype(case.dtype)
+    return q, same_first_page(k.astype(case.dtype)), same_first_page(v.astype(case.dtype))
 
 
 def check_attended(got: Array, want: Floats, int8_out: bool, bounds: Bound) -> None:
@@ -197,15 +201,17 @@ def test_attend_in_splits(gpu, case, splits, int8_out):
     route = next(route for route in routes.ATTEND if route.kernel == "attend_split")
     table, d = only(gpu, route, case), case.head_dim
     q, k, v = attend_data(case, 3)
-    qs, ks, vs = gpu.upload(q, "q"), gpu.upload(k, "k"), gpu.upload(v, "v")
+    step, mode = Steps(gpu, CAPACITY, SLOTS), AttentionMode(case.kv_type, int8_out)
+    qs, (ks, vs) = gpu.upload(q, "q"), empty_caches(gpu, step, case)
     partial = gpu.zeros(3 * case.heads * splits * d * 4, "partial")
     stats = gpu.zeros(3 * case.heads * splits * 8, "stats")
-    step, mode = Steps(gpu, CAPACITY, SLOTS), AttentionMode(case.kv_type, int8_out)
-    make = Ops(gpu, step.buffer)
+    make = step.ops
     for segments in SPLIT_STEPS:
         m = len(per_row(segments))
         size = result_words(case, m, int8_out)
         step.write(*segments)
+        gpu.write(ks, step.paged(k, segments))
+        gpu.write(vs, step.paged(v, segments))
         y = gpu.upload(np.full(size + 4, GUARD, np.float32), "y")
         shape = case.shape(1 if m == 1 else 4, splits)
         buffers = AttentionBuffers(qs, ks, vs, y if splits == 1 else partial, stats)
@@ -241,6 +247,7 @@ TILE_STEPS = [
     [segment(1, 200, 5)],
     [segment(2, 107, 33)],
     [segment(1, 60, 20), segment(2, 0, 4), segment(0, 200, 9)],
+    [segment(2, 70, 3), segment(0, 130, 12), segment(1, 64, 5)],  # all share a page
 ]
 
 
@@ -254,16 +261,18 @@ def check_tiles(
     steps: Sequence[Sequence[Segment]],
 ) -> None:
     q, k, v = attend_data(case, MOST)
-    qs, ks, vs = gpu.upload(q, "q"), gpu.upload(k, "k"), gpu.upload(v, "v")
+    step, mode = Steps(gpu, CAPACITY, SLOTS), AttentionMode(case.kv_type, int8_out)
+    qs, (ks, vs) = gpu.upload(q, "q"), empty_caches(gpu, step, case)
     partial = gpu.zeros(MOST * case.heads * shape.splits * case.head_dim * 4, "partial")
     stats = gpu.zeros(MOST * case.heads * shape.splits * 8, "stats")
-    int8_kv = gpu.zeros(routes.int8_kv_bytes(shape, SLOTS, CAPACITY), "int8_kv")
-    step, mode = Steps(gpu, CAPACITY, SLOTS), AttentionMode(case.kv_type, int8_out)
-    make = Ops(gpu, step.buffer)
+    int8_kv = gpu.zeros(routes.int8_kv_bytes(shape, step.table.capacity), "int8_kv")
+    make = step.ops
     for segments in steps:
         m = len(per_row(segments))
         size = result_words(case, m, int8_out)
         step.write(*segments)
+        gpu.write(ks, step.paged(k, segments))
+        gpu.write(vs, step.paged(v, segments))
         y = gpu.upload(np.full(size + 4, GUARD, np.float32), "y")
         buffers = AttentionBuffers(qs, ks, vs, y if shape.splits == 1 else partial, stats, int8_kv)
         plan = [with_grid(dispatch, segments) for dispatch in make.attend(shape, buffers, mode, table)]
@@ -333,7 +342,7 @@ def test_attend_over_the_longest_context(any_gpu, route, d):
     position, y = positions - m, gpu.zeros(m * d * 4, "y")
     queries = gpu.zeros(m * d * 4, "q")
     keys, repeated = gpu.zeros(values.nbytes * d, "k"), gpu.upload(np.repeat(values, d), "v")
-    make = Ops(gpu, step_buffer(gpu, m, position, len(values)))
+    make = ops_at(gpu, m, position, len(values))
     buffers = AttentionBuffers(queries, keys, repeated, y, gpu.zeros(m * case.heads * 8, "stats"))
     run(gpu, make.attend(case.shape(m), buffers, AttentionMode(KV_F32), table), m)
     want = np.array([[values[: position + t + 1].mean(dtype=np.float64)] * d for t in range(m)])
@@ -344,13 +353,13 @@ def test_attend_any_with_folded_grid(gpu, monkeypatch):
     case = Heads(8, 8, 2, KV_F32, m=MOST)  # 264 results: five workgroups of 64
     rng, segments = random("folded"), [segment(0, 0, MOST)]
     q = rng.standard_normal((MOST, 8, 8)).astype(np.float32)
-    k, v = rng.standard_normal((2, 1, 2, 36, 8)).astype(np.float32)
+    k, v = rng.standard_normal((2, 2, 36, 8)).astype(np.float32)
     y = gpu.zeros(q.nbytes, "y")
     monkeypatch.setattr(gpu, "caps", replace(gpu.caps, workgroups=3))
     buffers = AttentionBuffers(gpu.upload(q, "q"), gpu.upload(k, "k"), gpu.upload(v, "v"), y)
-    make, table = Ops(gpu, step_buffer(gpu, MOST, 0, 36)), only(gpu, routes.ATTEND[-1], case)
+    make, table = ops_at(gpu, MOST, 0, 36), only(gpu, routes.ATTEND[-1], case)
     [dispatch] = make.attend(case.shape(MOST), buffers, AttentionMode(KV_F32), table)
     assert dispatch.kernel == "attend_any" and dispatch.grid_for(MOST, 0) == (3, 2, 1)
     run(gpu, [dispatch], MOST)
     got = gpu.read(y, np.float32, q.size).reshape(q.shape)
-    assert_close(got, attended(q, k, v, segments, 0), *F32)
+    assert_close(got, attended(q, k[None], v[None], segments, 0), *F32)

@@ -317,11 +317,11 @@ def test_epilogue_qkv(gpu, route, kv_type):
     angle = random("qkv").uniform(0, 6, (capacity, 2))
     rope = np.stack([np.cos(angle), np.sin(angle)], axis=2).astype(np.float32)
     dtype = np.float32 if kv_type is KvType.F32 else np.float16
-    cache_shape = (SLOTS, 2, capacity, 6)
+    step = Steps(gpu, capacity, SLOTS)
+    cache_shape = (2, step.table.capacity, 6)
     q = gpu.zeros((most + 1) * 48 * 4, "q")
     k, v = (gpu.zeros(np.empty(cache_shape, dtype).nbytes, name) for name in "kv")
-    step = Steps(gpu, capacity, SLOTS)
-    make, buffers = Ops(gpu, step.buffer), ops.QkvBuffers(q, k, v, gpu.upload(rope, "rope"))
+    make, buffers = step.ops, ops.QkvBuffers(q, k, v, gpu.upload(rope, "rope"))
     steps = [[segment(1, 0, min(tokens))], [segment(2, capacity - most, most)]]
     if most > 1:  # of three sequences
         steps.append([segment(2, 3, 1), segment(0, 79, 1), segment(1, 17, min(9, most) - 2)])
@@ -342,10 +342,10 @@ def test_epilogue_qkv(gpu, route, kv_type):
         assert (got[m:] == GUARD).all(), f"q, {segments}: wrote behind the last"
         for name, buffer, heads in (("k", k, rows[:, 8:10]), ("v", v, rows[:, 10:])):
             cache = gpu.read(buffer, dtype, np.prod(cache_shape)).reshape(cache_shape).copy()
-            here = np.array([cache[slot, :, position] for slot, position in rows_at])
+            cells = [step.table.cells(slot, np.array(position)) for slot, position in rows_at]
+            here = np.array([cache[:, cell] for cell in cells])
             assert_close(here, heads, *(F32 if kv_type is KvType.F32 else ROUNDED_F16), f"{name}, {segments}")
-            for slot, position in rows_at:
-                cache[slot, :, position] = GUARD
+            cache[:, cells] = GUARD
             assert (cache == GUARD).all(), f"{name}, {segments}: wrote outside its positions"
 
 

@@ -13,7 +13,7 @@ from llamagpu.engine.ops import Ops, argmax_candidates
 from llamagpu.engine.sampler import Sampling, candidates, host_sampler, penalise
 from llamagpu.engine.step_inputs import Segment
 from llamagpu.files.storage import Storage
-from llamagpu.verify.reference import COPIED, Array, Weight, matrix_of, random, step_buffer, step_rows
+from llamagpu.verify.reference import COPIED, Array, Weight, matrix_of, ops_at, random, step_buffer, step_rows
 
 UNTOUCHED = 9  # in rings
 
@@ -30,17 +30,17 @@ def largest_of_64(logits: Array) -> Array:
 @dataclass(frozen=True)
 class Greedy:
     token: int  # of the next step
-    row: list[int]  # of the next step: slot, position, token, generated
+    row: list[int]  # of the next step: slot, position, token, cell
     ring: list[int]
-    header: list[int]  # rows, segments, capacity, slots
+    header: list[int]  # rows, segments, capacity, pages
 
 
 def greedy_on(gpu, logits: Array, times: int = 1, rows: int = 1) -> Greedy:
     """argmax and greedy, `times` in one submission; the first row is at position 7."""
-    vocab, step, count = logits.size, step_buffer(gpu, rows, position=7, capacity=99), argmax_candidates(logits.size)
+    vocab, make, count = logits.size, ops_at(gpu, rows, 7, 99), argmax_candidates(logits.size)
     found, values = gpu.zeros(count * 8, "candidates"), gpu.upload(logits.astype(np.float32), "logits")
     ring = gpu.upload(np.full(8, UNTOUCHED, np.uint32), "ring")
-    make, consts = Ops(gpu, step), {"CANDIDATES": count, "RING": 4, "RING_WORDS": 8}
+    step, consts = make.step, {"CANDIDATES": count, "RING": 4, "RING_WORDS": 8}
     greedy = make.sample("greedy", consts, {"candidates": found, "ring": ring}, None)
     run(gpu, [make.argmax(values, found, vocab), greedy] * times)
     row = step_rows(gpu, step, 1)[0].tolist()
@@ -83,9 +83,9 @@ def test_greedy_ignores_what_is_not_a_number(any_gpu, bad):
 
 def test_greedy_writes_the_row_of_the_next_step(any_gpu):
     after = greedy_on(any_gpu, -(np.arange(20.0)[::-1] ** 2), times=6, rows=5)
-    assert after.row == [0, 11 + 6, 19, 6]  # after the last of the prompt's five, then one by one
+    assert after.row == [0, 11 + 6, 19, 11 + 6]  # after the last of the prompt's five, then one by one
     assert after.ring == [19, 19, 19, 19, *[UNTOUCHED] * 4]  # six tokens in a ring of four
-    assert after.header == [1, 1, 99, 1]
+    assert after.header == [1, 1, 99, 2]
 
 
 NEXT = (Weight(Storage.Q4, 71, 64), Weight(Storage.Q8, 71, 2112), Weight(Storage.F16, 71, 64))
@@ -108,14 +108,14 @@ def test_greedy_of_each_segment(any_gpu, weight, segments):
     step.write(*segments)
     bindings = {"candidates": gpu.upload(found, "candidates"), "ring": ring, "x": x}
     consts = {"CANDIDATES": 4, "RING": 4, "RING_WORDS": 8}
-    run(gpu, [Ops(gpu, step.buffer).sample("greedy", consts, bindings, matrix_of(shard), count)])
+    run(gpu, [step.ops.sample("greedy", consts, bindings, matrix_of(shard), count)])
     want = np.full((SLOTS, 8), UNTOUCHED)
     for seg, token in zip(segments, tokens, strict=True):
-        want[seg.slot, 0] = token
+        want[seg.slot, last_position(seg) % 4] = token
     assert (gpu.read(ring, np.uint32, SLOTS * 8).reshape(SLOTS, 8) == want).all()
-    rows = [[seg.slot, seg.position + 1, token, 1] for seg, token in zip(segments, tokens, strict=True)]
+    rows = [next_row(step, seg, 1, token) for seg, token in zip(segments, tokens, strict=True)]
     assert step_rows(gpu, step.buffer, count).tolist() == rows
-    assert gpu.read(step.buffer, np.uint32, 4).tolist() == [count, count, 99, SLOTS]
+    assert gpu.read(step.buffer, np.uint32, 4).tolist() == [count, count, step.table.capacity, 2]
     got = gpu.read(x, np.float32, (count + 1) * k).reshape(count + 1, k)
     assert_close(got[:count], w[tokens], *COPIED)
     assert (got[count:] == GUARD).all()
@@ -139,7 +139,6 @@ def random_number(seed: int, position: int) -> float:
 class Sampled:
     tokens: Array  # [segments, count]
     recent: Array  # [segments, window]: what the penalty looks at next
-    rows: list[list[int]]  # of the next step
     logits: Array  # after the penalty
     other_slots: Array  # of the rings
 
@@ -156,10 +155,10 @@ def sample_on(
     """`count` tokens of each segment in one submission, all from these logits [segments, vocab]."""
     segment_count, vocab = logits.shape
     window, best = len(recent), np.stack([largest_of_64(row) for row in logits])
-    sampler, step = DeviceSampler(gpu, SLOTS), Steps(gpu, 99, SLOTS)
+    sampler, step = DeviceSampler(gpu, SLOTS), Steps(gpu, 99 + count, SLOTS)
     rings = np.full((SLOTS, count + window), UNTOUCHED, np.uint32)
     for seg, sampling in zip(segments, samplings, strict=True):
-        sampler.configure(seg.slot, sampling, ())
+        sampler.configure(seg.slot, sampling, (), 0)
         gpu.write(sampler.settings, np.array([oldest], np.uint32), offset=4 * (SETTING_WORDS * (seg.slot + 1) - 1))
         rings[seg.slot, count:] = recent
     kept, values, found = (gpu.upload(data, "data") for data in (logits, logits, best))
@@ -172,13 +171,25 @@ def sample_on(
     ]
     consts = {"CANDIDATES": best.shape[1], "RING": count, "RING_WORDS": count + window, "VOCAB": vocab}
     bindings = {"candidates": found, "ring": ring, "logits": values, "sampling": sampler.settings}
-    sample = Ops(gpu, step.buffer).sample("sample", consts, bindings, None, segment_count)
+    sample = step.ops.sample("sample", consts, bindings, None, segment_count)
     run(gpu, [*renew * (bool(recent) and count > 1), sample] * count)
     rings, slots = gpu.read(ring, np.uint32, rings.size).reshape(rings.shape), [seg.slot for seg in segments]
     changed = gpu.read(values, np.float32, logits.size).reshape(logits.shape)
     rows = step_rows(gpu, step.buffer, segment_count).tolist()
     others = np.delete(rings, slots, axis=0)
-    return Sampled(rings[slots, :count], rings[slots, count:], rows, changed, others)
+    tokens = [np.roll(rings[seg.slot, :count], -(last_position(seg) % count)) for seg in segments]
+    assert rows == [next_row(step, seg, count, own[-1]) for seg, own in zip(segments, tokens, strict=True)]
+    return Sampled(np.array(tokens), rings[slots, count:], changed, others)
+
+
+def last_position(seg: Segment) -> int:
+    return seg.position + len(seg.tokens) - 1
+
+
+def next_row(step: Steps, seg: Segment, sampled: int, token: int) -> list[int]:
+    """Slot, position, token and cell after `sampled` tokens."""
+    position = last_position(seg) + sampled
+    return [seg.slot, position, token, int(step.table.cells(seg.slot, np.array(position)))]
 
 
 SAMPLINGS = [
@@ -209,7 +220,6 @@ def test_sample_as_the_host_does(any_gpu, vocab, s):
     logits = (3 * random(f"sample {vocab}").standard_normal((1, vocab))).astype(np.float32)
     after = sample_on(any_gpu, logits, [s], [segment(1, position, 1)], 64)
     check_tokens(after.tokens[0], logits[0], s, position + 1)
-    assert after.rows == [[1, position + 64, after.tokens[0, -1], 64]]
     assert (after.other_slots == UNTOUCHED).all()
 
 
@@ -232,9 +242,6 @@ def test_sample_of_each_segment(any_gpu):
     after = sample_on(any_gpu, logits, samplings, TWO, 16)
     for part, sampling, tokens, row in zip(TWO, samplings, after.tokens, logits, strict=True):
         check_tokens(tokens, row, sampling, part.position + 1)
-    assert after.rows == [
-        [part.slot, part.position + 16, tokens[-1], 16] for part, tokens in zip(TWO, after.tokens, strict=True)
-    ]
     assert (after.other_slots == UNTOUCHED).all()
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernel_cases import GUARD, SLOTS, Steps, attended, covers, only_seen, per_row, per_segment, run, segment
+from kernel_cases import GUARD, SLOTS, Steps, attended, covers, per_row, per_segment, run, same_first_page, segment
 from reference import assert_close
 
 from llamagpu.engine import ops, routes
@@ -14,7 +14,7 @@ from llamagpu.engine.step_inputs import Segment
 from llamagpu.engine.synthetic import synthetic_config
 from llamagpu.files.storage import Storage, dequantize
 from llamagpu.files.texture_layout import to_texture
-from llamagpu.verify.reference import F32, Weight, only, random, rms_norm, silu, step_buffer, swiglu
+from llamagpu.verify.reference import F32, Weight, only, ops_at, random, rms_norm, silu, step_buffer, swiglu
 from llamagpu.verify.textures import cache_rows, read_rows, texture_matrix, upload_rows
 
 STORAGES = {  # storage, group, has_offset
@@ -135,14 +135,14 @@ def test_epilogue_qkv(gpu, segments):
     x = rng.standard_normal((m, 64)).astype(np.float32)
     angle = rng.uniform(0, 6, (capacity, 4))
     rope = np.stack([np.cos(angle), np.sin(angle)], axis=2).astype(np.float32)
-    empty = np.full((SLOTS, 2, capacity, 16), GUARD)
+    step = Steps(gpu, capacity, SLOTS)
+    step.write(*segments)
+    empty = np.full((2, step.table.capacity, 16), GUARD)
     blank = cache_rows(empty, empty, texture_rows)
     q, cache = guarded_texture(gpu, m + 4, 64), upload_rows(gpu, blank)
     consts = ops.head_consts(c) | {"ROPE_DIMS": c.rope_dims, "BIAS": True, "TEXTURE_ROWS": texture_rows}
     bindings = {"y": q, "cache": cache, "rope": gpu.upload(rope, "rope")}
-    step = Steps(gpu, capacity, SLOTS)
-    step.write(*segments)
-    plan = Ops(gpu, step.buffer).linear(
+    plan = step.ops.linear(
         upload_rows(gpu, x), matrix, m, Output(Epilogue.TEXTURE_QKV, bindings, consts), table=routes.TEXTURE_LINEAR
     )
     run(gpu, plan, m)
@@ -155,7 +155,8 @@ def test_epilogue_qkv(gpu, segments):
     assert (got[m:] == GUARD).all()
     keys, values = empty.copy(), empty.copy()
     for (slot, position), row in zip(rows_at, rows, strict=True):
-        keys[slot, :, position], values[slot, :, position] = row[4:6], row[6:]
+        cell = step.table.cells(slot, np.array(position))
+        keys[:, cell], values[:, cell] = row[4:6], row[6:]
     want, found = cache_rows(keys, values, texture_rows), read_rows(gpu, cache)
     assert_close(found, want, *F32, "keys and values")
     assert (found[want == blank] == blank[want == blank]).all(), "wrote outside its positions"
@@ -207,6 +208,7 @@ ATTEND_STEPS = {
     "5 at 0": [segment(2, 0, 5)],
     "5 at 30": [segment(1, 30, 5)],
     "three sequences": [segment(2, 0, 5), segment(0, 97, 3), segment(1, 30, 1)],
+    "a shared page": [segment(2, 80, 2), segment(0, 97, 3), segment(1, 64, 1)],
 }
 
 
@@ -219,17 +221,17 @@ def test_attention(gpu, heads, name, window):
     segments, (count, kv_heads, d) = ATTEND_STEPS[name], heads
     rng, texture_rows, capacity, m = random(name), 16, 104, len(per_row(segments))
     q = rng.standard_normal((m, count, d)).astype(np.float32)
-    k, v = rng.standard_normal((2, SLOTS, kv_heads, capacity, d)).astype(np.float32)
-    cache = upload_rows(gpu, cache_rows(only_seen(k, segments), only_seen(v, segments), texture_rows))
+    k, v = map(same_first_page, rng.standard_normal((2, SLOTS, kv_heads, capacity, d)).astype(np.float32))
+    step = Steps(gpu, capacity, SLOTS)
+    step.write(*segments)
+    cache = upload_rows(gpu, cache_rows(step.paged(k, segments), step.paged(v, segments), texture_rows))
     y, scores = (
         guarded_texture(gpu, m + 1, count * d),
         gpu.texture(texture_rows, (capacity // 64 + 1) * count, "scores"),
     )
-    step = Steps(gpu, capacity, SLOTS)
-    step.write(*segments)
     shape = Attention(m, *heads, window, d**-0.5)
     textures = upload_rows(gpu, q.reshape(m, -1)), cache, scores, y
-    plan = Ops(gpu, step.buffer).attend_textures(shape, *textures, {"TEXTURE_ROWS": texture_rows})
+    plan = step.ops.attend_textures(shape, *textures, {"TEXTURE_ROWS": texture_rows})
     if len(segments) > 1:
         plan = [per_segment(dispatch, segments) for dispatch in plan]
     run(gpu, plan, m, segments[0].position)
@@ -246,13 +248,11 @@ def test_attention_over_the_longest_context(gpu, d):
     """
     most, texture_rows = routes.max_positions(d, replace(gpu.caps, cpu=True), textures=True), 8192
     values = np.arange(65600, dtype=np.float32) / 65600
-    cache = upload_rows(
-        gpu, cache_rows(np.zeros((1, 1, 65600, d)), np.tile(values[None, None, :, None], d), texture_rows)
-    )
+    cache = upload_rows(gpu, cache_rows(np.zeros((1, 65600, d)), np.tile(values[None, :, None], d), texture_rows))
     q, scores = upload_rows(gpu, np.zeros((2, d))), gpu.texture(texture_rows, 3, "scores")
     for m, positions in ((2, most), (1, most), (1, len(values)), (2, len(values))):
         position, y = positions - m, gpu.texture(d // 4, 2, "y")
-        make = Ops(gpu, step_buffer(gpu, m, position, len(values)))
+        make = ops_at(gpu, m, position, len(values))
         run(gpu, make.attend_textures(Attention(m, 1, 1, d), q, cache, scores, y), m, position)
         got = read_rows(gpu, y)[:m]
         if gpu.caps.cpu and m == 2 and positions > most and np.isnan(got).any(axis=1).all():

@@ -1,6 +1,7 @@
 """The Python API, from a prompt to streamed text: what is yielded, when it ends, what stays in the KV cache."""
 
 import itertools
+import re
 import signal
 import time
 import traceback
@@ -13,10 +14,13 @@ import numpy as np
 import pytest
 from conftest import open_gpu
 from gguf_builder import tiny_llama, tiny_parts, write_gguf
+from one_sequence import forget
 from test_hostile_files import MODEL, MUTATIONS
 from test_hostile_files import encode as encode_gguf
 
 from llamagpu import Llama, Sampling, Token
+from llamagpu.engine.load import resolve
+from llamagpu.engine.options import EngineOptions
 from llamagpu.errors import BadArgument, DoesNotFit, LlamaGpuError, NumericCheckFailed, WrongState
 
 GREEDY = Sampling(temperature=0)
@@ -146,22 +150,61 @@ def test_until_the_context_is_full(path, gpu):
             assert len(prompt) + len(run.ids) == 64 + 1 and run.finish_reason == "context"
 
 
-def test_the_context_grows_to_the_models(path, gpu, monkeypatch):
-    """Text that makes the cache grow twice is that of a cache which was large from the start."""
-    with Llama(path, device=gpu, context=256, **EXACT) as large:
-        want = text_of(large, max_tokens=200).ids
-    monkeypatch.setattr("llamagpu.engine.load.FIRST_CAPACITY", 64)
+def test_the_context_is_what_the_kv_cache_holds(path, gpu, monkeypatch):
+    """By default the model's, unless that takes too much memory; -c and --kv-memory decide otherwise."""
+    ways = {"": {}, "-c": {"context": 100}, "mib": {"kv_memory": 1}, "both": {"context": 9, "kv_memory": 1}}
+    held = {}
+    for name, options in ways.items():
+        with Llama(path, device=gpu, **EXACT, **options) as llama:
+            held[name] = llama.context, llama.loaded.engine.cache.capacity
+            each = llama.loaded.engine.cache.position_bytes
+    in_mib = (1 << 20) // each // 64 * 64
+    assert held == {"": (256, 256), "-c": (100, 128), "mib": (256, in_mib), "both": (9, in_mib)}
+    monkeypatch.setattr("llamagpu.engine.load.KV_BYTES", 200 * each)
+    monkeypatch.setattr("llamagpu.engine.load.SOFTWARE_KV_BYTES", 200 * each)
     with Llama(path, device=gpu, **EXACT) as llama:
-        assert llama.loaded.engine.cache.capacity == 64
-        assert text_of(llama, max_tokens=200).ids == want
-        assert 64 < llama.loaded.engine.cache.capacity <= 256
-    with Llama(path, device=gpu, **EXACT) as llama:
-        run = text_of(llama, max_tokens=-1)  # how much will be needed is not known here
-        assert run.ids[:200] == want and llama.loaded.engine.cache.capacity == 256
+        assert llama.context == llama.loaded.engine.cache.capacity == 192
+    with Llama(path, device=gpu, context=256, **EXACT) as llama:
+        assert llama.context == 256
+
+
+def test_a_kv_memory_that_does_not_hold_the_context(tmp_path, gpu):
+    path = tiny_llama(tmp_path / "m.gguf", context=100_000)
+    with pytest.raises(DoesNotFit, match=r"a KV cache of 1 MiB holds \d+ positions") as caught:
+        Llama(path, device=gpu, context=50_000, kv_memory=1)
+    memory, context = map(int, re.findall(r"\d+", caught.value.remedy))
+    with Llama(path, device=gpu, context=context, kv_memory=1) as llama:
+        assert llama.context == context
+    settings = resolve(EngineOptions(context=50_000, kv_memory=memory), llama.loaded.source, gpu)
+    assert settings.capacity >= settings.context == 50_000
+
+
+def test_prompts_before_the_last_one_are_found(llama):
+    """Pages are kept until their place is needed; they are of use in any order."""
+    forget(llama)
+    first, second = (llama.tokenizer.encode(text) for text in (PROMPT, "a lazy dog sleeps"))
+    want = {}
+    for prompt in (first, second):
+        want[tuple(prompt)] = text_of(llama, prompt)
+        assert want[tuple(prompt)].timings.cached_tokens < 5  # what both begin with
+    for prompt in (first, second, first):
+        again = text_of(llama, prompt)
+        assert again.ids == want[tuple(prompt)].ids
+        assert again.timings.cached_tokens == len(prompt) - 1
+
+
+def test_an_embedding_leaves_prompts_in_the_cache(llama):
+    forget(llama)
+    prompt = llama.tokenizer.encode(PROMPT)
+    want = text_of(llama, prompt).ids
+    llama.embed(["the quick", PROMPT])
+    again = text_of(llama, prompt)
+    assert again.ids == want and again.timings.cached_tokens == len(prompt) - 1
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0, seed=3)], ids=["greedy", "sampled"])
 def test_what_was_read_is_not_read_again(llama, path, gpu, sampling):
+    forget(llama)
     first = llama.tokenizer.encode(PROMPT)
     run = text_of(llama, first, sampling=sampling)
     longer = [*first, *run.ids, *llama.tokenizer.encode(" and then", bos=False)]
@@ -212,8 +255,7 @@ def interrupt(run: Iterable[Token], after_s: float) -> None:
 
 @pytest.fixture(params=["textures", "buffers"])
 def own_llama(path, request, monkeypatch):
-    """On a device of its own, as on a software adapter and as on a GPU; the KV cache starts small."""
-    monkeypatch.setattr("llamagpu.engine.load.FIRST_CAPACITY", 32)
+    """On a device of its own, as on a software adapter and as on a GPU."""
     with closing(open_gpu()) as gpu:
         monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=request.param == "textures"))
         with Llama(path, device=gpu, **EXACT) as llama:
@@ -225,7 +267,7 @@ def own_llama(path, request, monkeypatch):
 def test_an_interrupted_text_goes_on_as_if_nothing_had_been(own_llama, sampling):
     llama = own_llama
     text_of(llama, max_tokens=40, sampling=sampling)  # compiles
-    llama.sequence.truncate(0)
+    forget(llama)
     whole = text_of(llama, max_tokens=40, sampling=sampling)
     ids, cuts = whole.prompt_ids + whole.ids, set()
     end = whole.timings.first_token_s + whole.timings.decode_s
@@ -233,7 +275,7 @@ def test_an_interrupted_text_goes_on_as_if_nothing_had_been(own_llama, sampling)
         moment = 0.001 + end * (count * 0.618 % 1)
         if count >= 6 and len(cuts) > 3:
             break
-        llama.sequence.truncate(0)
+        forget(llama)
         run = llama.generate(PROMPT, max_tokens=40, sampling=sampling, ignore_eos=True)
         interrupt(run, moment)
         done = run.prompt_ids + run.ids
@@ -245,14 +287,19 @@ def test_an_interrupted_text_goes_on_as_if_nothing_had_been(own_llama, sampling)
     assert len(cuts) > 3
 
 
-def test_interrupted_while_the_cache_grows(own_llama, path, gpu, monkeypatch):
+def test_interrupted_while_pages_are_taken(own_llama, path, gpu, monkeypatch):
+    """Pages that were taken, and that no sequence got, are found when they are needed."""
     with Llama(path, device=gpu, **EXACT) as other:
         want = text_of(other, max_tokens=-1).ids
+    pool = own_llama.loaded.engine.cache.pool
+    take = pool.take
     run = own_llama.generate(PROMPT, sampling=GREEDY, ignore_eos=True)
+    for _ in range(60):
+        next(run)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("llamagpu.engine.kv_cache.rope_table", press)
+        patch.setattr(pool, "take", lambda count: press(take(count)))
         list(run)
-    assert 0 < len(run.ids) < 32 and run.ids == want[: len(run.ids)]
+    assert 60 <= len(run.ids) < len(want) and run.ids == want[: len(run.ids)]
     assert run.ids + text_of(own_llama, run.prompt_ids + run.ids, max_tokens=-1).ids == want
 
 
@@ -274,7 +321,7 @@ def test_timings(llama):
     ticks = itertools.count()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llamagpu.llama.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-        llama.sequence.truncate(0)
+        forget(llama)
         t = text_of(llama, [1, 2, 3, 4], max_tokens=10).timings
     assert (t.prompt_tokens, t.cached_tokens, t.tokens) == (4, 0, 10)
     assert (t.prefill_s, t.first_token_s, t.decode_s) == (1.0, 1.0, 9.0)

@@ -103,15 +103,21 @@ def file_of(name: str, mix: str) -> tuple[ModelSource, int]:
     return ModelSource(SyntheticFile(name), config, matrix_sources(tensors, config)), size
 
 
-def test_memory_for_a_longer_text_is_planned_too(tmp_path, gpu, monkeypatch):
-    llama = Llama(tiny_llama(tmp_path / "m.gguf", context=100_000, kv_heads=4), device=gpu)
-    monkeypatch.setenv("LLAMAGPU_MAX_MEMORY", str((llama.memory.total >> 20) + 2))
-    list(llama.generate(PROMPT, max_tokens=1))
+def test_the_default_context_is_what_fits_the_memory(tmp_path, gpu, monkeypatch):
+    """A context that was asked for is refused where it does not fit, with the one that does."""
+    path = tiny_llama(tmp_path / "m.gguf", context=8000, kv_heads=4)
+    with Llama(path, device=gpu, context=2048) as llama:
+        limit = -(-llama.memory.peak >> 20)
+    monkeypatch.setenv("LLAMAGPU_MAX_MEMORY", str(limit))
+    with Llama(path, device=gpu) as llama:
+        assert 1536 <= llama.context < 8000 and llama.memory.peak <= limit << 20
+        list(llama.generate(PROMPT, max_tokens=1))
     with pytest.raises(DoesNotFit, match="the model needs") as caught:
-        llama.generate(PROMPT, max_tokens=60_000)
+        Llama(path, device=gpu, context=6000)
     fits = int(caught.value.remedy.split()[2])
-    assert 1024 <= fits < 60_000
-    llama.generate(PROMPT, max_tokens=fits - 100)
+    assert 2048 <= fits < 6000
+    with Llama(path, device=gpu, context=fits) as llama:
+        assert llama.context == fits
 
 
 def test_max_memory_is_a_number(path, gpu, monkeypatch):

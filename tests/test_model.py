@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from conftest import open_gpu
 from gguf_builder import tiny_llama
-from one_sequence import OneSequence, load_one, reference_of, token_ids
+from one_sequence import OneSequence, load_one, reference_of, reserve, token_ids
 from reference import Reference, assert_close
 
 from llamagpu.engine import decode, routes
+from llamagpu.engine.engine import Engine
+from llamagpu.engine.kv_cache import BufferKvCache
 from llamagpu.engine.load import load_model
 from llamagpu.engine.model import BufferModel, PlanKind
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision
@@ -305,6 +307,8 @@ def test_sequences_of_one_step_do_not_see_each_other(gpu, tmp_path, precision):
     run = load_one(gpu, path, chunk=64, precision=precision, slots=3)
     model, recorder = run.model, run.engine.recorder
     bounds = INT8 if precision is Precision.FAST else F32
+    for slot in prompts:
+        reserve(run.engine, slot, 64)
 
     def logits() -> np.ndarray:
         return gpu.read(model.logits, np.float32, 3 * 288).reshape(3, 288)
@@ -323,7 +327,8 @@ def test_sequences_of_one_step_do_not_see_each_other(gpu, tmp_path, precision):
         for ids, row in zip(sampled, logits(), strict=True):
             ids.append(int(row.argmax()))
     ring = gpu.read(model.sampler.ring, np.uint32, 3 * model.sampler.ring_words).reshape(3, -1)
-    assert [ring[slot, :3].tolist() for slot in prompts] == [ids[:3] for ids in sampled]
+    found = [[ring[slot, len(ids) - 1 + i] for i in range(3)] for slot, ids in prompts.items()]
+    assert found == [ids[:3] for ids in sampled]
 
 
 def test_progress_counts_every_chunk(run):
@@ -352,31 +357,29 @@ def test_log_probs(run, tiny):
 
 
 @pytest.mark.parametrize("kv_type", list(KvType))
-def test_a_growing_cache_keeps_what_it_holds(gpu, tiny, kv_type):
-    ids, bounds = token_ids(60), F32 if kv_type is KvType.F32 else F16_CACHE
-    run = load_one(gpu, tiny, capacity=8, context=64, kv_type=kv_type)
-    want = Reference(GgufFile(tiny), kv_f16=kv_type is KvType.F16).forward(ids)
-    capacities = [run.engine.cache.capacity]
-    for start, end in ((0, 8), (8, 9), (9, 15), (15, 37), (37, 60)):
+def test_pages_in_any_order(gpu, tmp_path, kv_type):
+    path = tiny_llama(tmp_path / "m.gguf", context=256)
+    ids, bounds = token_ids(200), F32 if kv_type is KvType.F32 else F16_CACHE
+    run = load_one(gpu, path, context=256, kv_type=kv_type)
+    run.engine.cache.pool.free = [1, 3, 0, 2]
+    want = Reference(GgufFile(path), kv_f16=kv_type is KvType.F16).forward(ids)
+    for start, end in ((0, 8), (8, 64), (64, 65), (65, 150), (150, 151), (151, 200)):
         assert_close(run.logits_after(ids[start:end]), want[end - 1], *bounds, f"tokens {start} to {end}")
-        capacities.append(run.engine.cache.capacity)
-    assert capacities[0] == 8 and capacities[-1] >= 60 and capacities == sorted(capacities)
-
-
-def test_greedy_while_the_cache_grows(gpu, tiny, run):
-    prompt = token_ids(6)
-    run.prefill(prompt)
-    want = list(islice(run.greedy(), 40))
-    growing = load_one(gpu, tiny, capacity=8, context=64)
-    growing.prefill(prompt)
-    assert list(islice(growing.greedy(), 40)) == want
-    assert growing.ids == prompt + want[:-1]
+    assert run.sequence.pages == [2, 0, 3, 1]
 
 
 @PRECISIONS
 def test_matrices_split_by_rows(gpu, tmp_path, monkeypatch, precision):
-    """Bindings so small that most matrices need two or three."""
+    """Bindings so small that most matrices need two or three; a page of the KV cache, which would not fit, may."""
     path, ids = tiny_llama(tmp_path / "m.gguf", **MODELS["1 head per KV head"]), token_ids(10)
+    allocate, roomy = BufferKvCache._allocate, gpu.caps
+
+    def allocate_cache(cache: BufferKvCache) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu, "caps", roomy)
+            allocate(cache)
+
+    monkeypatch.setattr(BufferKvCache, "_allocate", allocate_cache)
     monkeypatch.setattr(gpu, "caps", replace(gpu.caps, binding_bytes=4200, grid_barrier=False))
     run = load_one(gpu, path, context=12, kv_type=KvType.F16, precision=precision)
     weights = run.engine.weights
@@ -492,16 +495,12 @@ def test_more_than_the_context_is_refused_before_anything_runs(gpu, tiny):
 
 
 def test_a_cache_beyond_a_binding_is_refused(gpu, monkeypatch, run):
-    ids = token_ids(9)
-    want, cache = run.logits_after(ids), run.engine.cache
-    capacity = cache.capacity
-    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, binding_bytes=1 << 14))
-    with pytest.raises(DoesNotFit, match="1000"):
-        cache.grow(1000)
-    monkeypatch.undo()
-    assert cache.capacity == capacity
-    run.clear()
-    assert (run.logits_after(ids) == want).all()
+    engine = run.engine
+    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, binding_bytes=1 << 16))
+    settings = replace(engine.settings, context=1000, capacity=1000)
+    with pytest.raises(DoesNotFit, match="a context of 1000 needs") as caught:
+        Engine(gpu, engine.config, engine.weights, settings)
+    assert caught.value.remedy == "use -c 512 or less, or an f16 cache (-ctk f16)"
 
 
 def test_sampling_penalises_what_it_sampled(run):

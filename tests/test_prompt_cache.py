@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_builder import tiny_llama, tiny_parts, write_gguf
-from one_sequence import token_ids
+from one_sequence import forget, reserve, token_ids
 from reference import assert_close
 from test_cli import RANDOM, finish, run, start, wait_for  # noqa: F401
 from test_model import F16_CACHE, F32
@@ -76,20 +76,19 @@ def greedy(llama: Llama, count: int) -> list[int]:
 
 
 def kv(llama: Llama, count: int) -> bytes:
-    return b"".join(piece.tobytes() for piece in llama.loaded.engine.cache.read(0, count))
+    return b"".join(piece.tobytes() for piece in llama.loaded.engine.cache.read(llama.sequence, count))
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_restored_is_what_was_read(opened, cache, monkeypatch, name):
+def test_restored_is_what_was_read(opened, cache, name):
     """Keys, values, and the logits of every next prompt, bit for bit as if the prompt had just been read."""
-    monkeypatch.setattr("llamagpu.engine.load.FIRST_CAPACITY", 64)
     textures, model, settings = WAYS[name]
     more = token_ids(28, seed=1)
     reader, restorer = (opened(textures, model, chunk=32, **settings) for _ in range(2))
-    # Within a chunk, and over several beyond the first capacity. No chunk of 2 to 8 rows: their kernels compile slowly.
+    # Within a chunk, and over several and two pages. No chunk of 2 to 8 rows: their kernels compile slowly.
     for length in (1, 76):
         first = token_ids(length)
-        reader.sequence.truncate(0)
+        forget(reader)
         read(reader, first)
         reader.save_prompt(cache)
         prompts = {
@@ -100,7 +99,8 @@ def test_restored_is_what_was_read(opened, cache, monkeypatch, name):
             "other": ([287 - first[0], *first, *more], 0),
         }
         for prompt, shared in prompts.values():
-            reader.sequence.truncate(0)
+            forget(reader)
+            forget(restorer)
             read(reader, first)
             assert restorer.load_prompt(cache) == length
             assert restorer.sequence.ids == first and kv(restorer, length) == kv(reader, length)
@@ -120,43 +120,60 @@ def test_the_same_text_as_without_a_prompt_cache(opened, cache, name, bounds):
     with opened(textures, model, **settings) as llama:
         want = [token.id for token in llama.generate(prompt, max_tokens=40, sampling=GREEDY, ignore_eos=True)]
         llama.save_prompt(cache, 60)
-        llama.sequence.truncate(0)
+        forget(llama)
         logits = read(llama, prompt)
     with opened(textures, model, **settings) as llama:
         assert llama.load_prompt(cache) == 60
         assert [t.id for t in llama.generate(prompt, max_tokens=40, sampling=GREEDY, ignore_eos=True)] == want
+        forget(llama)
         llama.load_prompt(cache)
         assert_close(read(llama, prompt), logits, *bounds, name)
 
 
 def test_positions_beyond_the_rows_of_a_texture(opened, monkeypatch):
-    """Textures of 16 rows: position p stands in row p % 16, columns p // 16."""
-    monkeypatch.setattr("llamagpu.engine.kv_cache.TEXTURE_ROWS", 16)
-    kv_cache = opened(textures=True, context=64).loaded.engine.cache
+    """Textures of 128 rows: a cell stands in row cell % 128, columns cell // 128. A copied page has the same texels."""
+    monkeypatch.setattr("llamagpu.engine.kv_cache.TEXTURE_ROWS", 128)
+    engine = opened(textures=True, context=256).loaded.engine
+    kv_cache, sequence = engine.cache, reserve(engine, 0, 170)
     assert isinstance(kv_cache, TextureKvCache)
-    data = np.random.default_rng(0).integers(0, 256, 41 * kv_cache.position_bytes, np.uint8)
+    sequence.pages = [1, 3, 0]
+    data = np.random.default_rng(0).integers(0, 256, 170 * kv_cache.position_bytes, np.uint8)
     rest = iter(np.split(data, len(data) // 256))  # a position of a layer has 2 x 2 x 16 f32
-    kv_cache.write(0, 41, lambda count: np.concatenate([next(rest) for _ in range(count // 256)]))
-    assert b"".join(piece.tobytes() for piece in kv_cache.read(0, 41)) == data.tobytes()
-    rows = data.reshape(2, 41, 256)
+    kv_cache.write(sequence, 170, lambda count: np.concatenate([next(rest) for _ in range(count // 256)]))
+    assert b"".join(piece.tobytes() for piece in kv_cache.read(sequence, 170)) == data.tobytes()
+    kv_cache.copy_page(3, 2)
+    rows = data.reshape(2, 170, 256)
     for layer, texture in enumerate(kv_cache.textures):
-        found = kv_cache.gpu.read_texture(texture, 0, texture.width, texture.height).reshape(16, -1, 256)
-        for p in range(41):
-            assert np.array_equal(found[p % 16, p // 16], rows[layer, p]), (layer, p)
+        found = kv_cache.gpu.read_texture(texture, 0, texture.width, texture.height).reshape(128, -1, 256)
+        cells = found.swapaxes(0, 1).reshape(256, 256)
+        for number, page in ((0, 1), (1, 3), (1, 2)):
+            assert np.array_equal(cells[64 * page : 64 * page + 64], rows[layer, 64 * number : 64 * number + 64])
 
 
-def test_heads_keep_their_place_in_a_larger_cache(opened):
-    """[kv_heads, capacity, head_dim]: what is read from one capacity lands right in another."""
-    small, large = (opened(kv_type="f16", context=context) for context in (12, 200))
-    read(small, token_ids(12))
+def test_heads_keep_their_place_in_other_pages(opened):
+    """[kv_heads, cells, head_dim]: what is read from some pages lands right in others, also in copies of them."""
+    small, large = (opened(kv_type="f16", context=context) for context in (70, 250))
+    read(small, token_ids(70))
     source, target = small.loaded.engine.cache, large.loaded.engine.cache
-    data = iter(list(source.read(0, 12)))
-    target.write(0, 12, lambda count: next(data))
+    sequence = reserve(large.loaded.engine, 0, 70)
+    sequence.pages = [3, 1]
+    data = b"".join(piece.tobytes() for piece in source.read(small.sequence, 70))
+    rest = np.frombuffer(data, np.uint8)
+
+    def take(count: int) -> np.ndarray:
+        nonlocal rest
+        piece, rest = rest[:count], rest[count:]
+        return piece
+
+    target.write(sequence, 70, take)
+    target.copy_page(3, 0)
+    first, second = small.sequence.pages
     for old, new in zip(source.layers, target.layers, strict=True):
         for before, after in ((old.keys, new.keys), (old.values, new.values)):
-            want = small.gpu.read(before, np.uint16, before.size // 2).reshape(2, 12, 16)
-            assert want.any()
-            assert np.array_equal(large.gpu.read(after, np.uint16, after.size // 2).reshape(2, 200, 16)[:, :12], want)
+            want = small.gpu.read(before, np.uint16, before.size // 2).reshape(2, 2, 64, 16)
+            got = large.gpu.read(after, np.uint16, after.size // 2).reshape(2, 4, 64, 16)
+            assert want.any() and np.array_equal(got[:, [3, 0]], want[:, [first, first]])
+            assert np.array_equal(got[:, 1, :6], want[:, second, :6]) and not got[:, 2].any()
 
 
 def test_what_the_device_holds_at_a_time_is_bounded(opened, cache, monkeypatch):
@@ -229,7 +246,7 @@ def test_forged_headers(saved, cache):
         refused(llama, cache, with_json(text))
     said = refused(llama, cache, with_json(json.dumps(made | {"precision": "\x1b[2J" * 99}).encode()))
     assert len(said) < 400
-    assert "format 1, not 2" in refused(llama, cache, prompt_cache.PREFIX.pack(magic, 1, length, count) + body)
+    assert "format 2, not 3" in refused(llama, cache, prompt_cache.PREFIX.pack(magic, 2, length, count) + body)
     for other in (b"", b"GGUF", b"hello " * 30, bytes(1000)):
         assert "prompt cache" in refused(llama, cache, other)
 
@@ -238,10 +255,11 @@ def test_after_a_refusal_the_prompt_is_read(saved, cache):
     """Half of a damaged file is on the device already when its end is found wrong."""
     llama, raw = saved
     prompt = token_ids(20)
-    llama.sequence.truncate(0)
+    forget(llama)
     want = read(llama, prompt)
     refused(llama, cache, raw[:-40] + b"\x01" * 40)
     assert not llama.sequence.ids
+    forget(llama)
     assert read(llama, prompt).tobytes() == want.tobytes()
     refused(llama, cache, b"not one at all, and nothing was touched")
     assert llama.sequence.ids == prompt
@@ -315,14 +333,6 @@ def test_a_context_too_small(saved, opened, cache):
     assert caught.value.remedy
 
 
-def test_memory_is_planned_first(saved, opened, cache, monkeypatch):
-    monkeypatch.setattr("llamagpu.engine.load.FIRST_CAPACITY", 4)
-    llama = opened(kv_type="f16")
-    monkeypatch.setattr("llamagpu.engine.load.memory_limit", lambda gpu: llama.memory.total)
-    with pytest.raises(DoesNotFit, match="the model needs"):
-        llama.load_prompt(cache)
-
-
 def test_packed_files(gpu, cache, tmp_path):
     """All of a packed file's matrices count, which `tensors` does not show."""
     files = []
@@ -335,7 +345,7 @@ def test_packed_files(gpu, cache, tmp_path):
         llama.save_prompt(cache)
     with Llama(files[0], device=gpu) as llama:
         assert llama.load_prompt(cache) == 9
-        llama.sequence.truncate(0)
+        forget(llama)
         assert read(llama, token_ids(9)).tobytes() == want.tobytes()
     with Llama(files[1], device=gpu) as llama:
         assert "was made with another model" in refused(llama, cache, cache.read_bytes())

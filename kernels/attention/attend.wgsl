@@ -1,9 +1,9 @@
 // y[m, HEADS, HEAD_DIM] = softmax(q K^T) V over the KV cache, causal; online softmax in f32, no score matrix.
 // One workgroup per (token, head), 64 positions at a time. An invocation computes the score of one position, then sums
 // four head dimensions of the values, so that neighbours read V along head_dim, 16 bytes (f32) or 8 bytes (f16) each.
-// Needs HEAD_DIM % 4 == 0 and HEAD_DIM <= 256. Parts: f16, kv4_*.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+// Needs HEAD_DIM % 4 == 0, HEAD_DIM <= 256 and WORKGROUP = PAGE: 64 positions are one page. Parts: f16, kv4_*, pages.
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 4u;
@@ -26,7 +26,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let row = step.row[token];
   let end = row.position + 1u;
   let begin = select(0u, end - min(WINDOW, end), WINDOW > 0u);
-  let base = (row.slot * KV_HEADS + head / (HEADS / KV_HEADS)) * step.capacity;
+  let base = head / (HEADS / KV_HEADS) * step.capacity;
   let dim4 = index % HEAD_VEC4;
   let out = (token * HEADS + head) * HEAD_VEC4;
   for (var i = index; i < HEAD_VEC4; i += WORKGROUP) { q[i] = x[out + i] * SCALE; }
@@ -34,12 +34,13 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   var top = -1e30;
   var sum = 0.0;
   var acc = vec4<f32>();
-  for (var p0 = begin; p0 < end; p0 += WORKGROUP) {
+  for (var p0 = begin / PAGE * PAGE; p0 < end; p0 += PAGE) {
+    let page = base + cell_of(row.slot, p0);
     let p = p0 + index;
     var s = -1e30;
-    if (p < end) {
+    if (p >= begin && p < end) {
       s = 0.0;
-      for (var i = 0u; i < HEAD_VEC4; i++) { s += dot(q[i], key4((base + p) * HEAD_VEC4 + i)); }
+      for (var i = 0u; i < HEAD_VEC4; i++) { s += dot(q[i], key4((page + index) * HEAD_VEC4 + i)); }
     }
     scores[index] = s;
     workgroupBarrier();
@@ -54,7 +55,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     for (var i = 0u; i < WORKGROUP; i++) { sum += weights[i]; }
     if (index < ROWS * HEAD_VEC4) {
       for (var i = index / HEAD_VEC4; i < min(WORKGROUP, end - p0); i += ROWS) {
-        acc += weights[i] * value4((base + p0 + i) * HEAD_VEC4 + dim4);
+        acc += weights[i] * value4((page + i) * HEAD_VEC4 + dim4);
       }
     }
   }

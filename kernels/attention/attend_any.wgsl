@@ -2,9 +2,9 @@
 // One invocation per (token, head), grid folded over x and y. Online softmax; y is accumulated in memory.
 // Needs HEAD_DIM even and capacity * HEAD_DIM % 4 == 0. llvmpipe ends the loops of an invocation after 65,535
 // iterations: there positions * HEAD_DIM must stay below that.
-// Parts: f16, kv4_*.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+// Parts: f16, kv4_*, pages.
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 2u;
@@ -24,13 +24,13 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) w
   let row = step.row[query / HEADS];
   let end = row.position + 1u;
   let begin = select(0u, end - min(WINDOW, end), WINDOW > 0u);
-  let base = (row.slot * KV_HEADS + head / (HEADS / KV_HEADS)) * step.capacity;
+  let base = head / (HEADS / KV_HEADS) * step.capacity;
   let q0 = query * HEAD_VEC2;
   var top = -1e30;
   var sum = 0.0;
   for (var d = 0u; d < HEAD_VEC2; d++) { y[q0 + d] = vec2<f32>(); }
   for (var p = begin; p < end; p++) {
-    let k0 = (base + p) * HEAD_VEC2;
+    let k0 = (base + cell_of(row.slot, p)) * HEAD_VEC2;
     var s = 0.0;
     for (var d = 0u; d < HEAD_VEC2; d++) { s += dot(x[q0 + d], vec2_of(key4((k0 + d) / 2u), k0 + d)); }
     let new_top = max(top, s * SCALE);

@@ -11,9 +11,9 @@
 // are in structs: the driver does not unroll loops of this size. One operand of a dot product has its words in the order
 // yxwz: with both operands in the same register bank of an H200 it waits.
 // One split: writes f32, or int8 blocks with INT8. Several: partial sums and (top, total) for attend_merge.
-// Needs HEAD_DIM 64 or 128, subgroups of 8 lanes, HEADS_PER_KV <= ROWS. Parts: int8_block_*.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+// Needs HEAD_DIM 64 or 128, subgroups of 8 lanes, HEADS_PER_KV <= ROWS. Parts: pages, int8_block_*.
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 64u;
@@ -25,7 +25,7 @@ const ONE_SEGMENT: bool = false;  // all rows belong to one segment: then nothin
 const SPLITS: u32 = 1u;
 const WORKGROUP: u32 = 128u;
 const HEADS_PER_KV: u32 = HEADS / KV_HEADS;
-const KV_TILE: u32 = 64u;
+const KV_TILE: u32 = 64u;  // = PAGE
 const TEAM: u32 = WORKGROUP / 8u;
 const ROWS: u32 = 4u * TEAM;
 const TOKENS: u32 = ROWS / HEADS_PER_KV;
@@ -39,7 +39,7 @@ const LOADS: u32 = 4u * HEAD_DIM / WORKGROUP;  // vec4s of keys, or values, that
 const SIGNED_BASE: i32 = 0x4B400000i;  // bits of 1.5 * 2^23
 const BASE: u32 = 0x4B000000u;         // bits of 2^23
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;            // [m, HEADS, HEAD_DIM] f32 or int8 blocks; or partial sums
-@group(0) @binding(1) var<storage, read> kv: array<vec4<u32>>;           // [slots, KV_HEADS, kv tiles] records of quantise_kv
+@group(0) @binding(1) var<storage, read> kv: array<vec4<u32>>;           // [KV_HEADS, pages] records of quantise_kv
 @group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;  // [m, HEADS, SPLITS] (top, total)
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;            // q [m, HEADS, HEAD_DIM]
 @group(0) @binding(8) var<uniform> step: Step;
@@ -49,6 +49,7 @@ var<workgroup> scales: array<vec4<f32>, 32>;                      // of keys; re
 var<workgroup> queries: array<vec4<u32>, CHUNKS * QUERY_PLANE>;   // [16 dimensions][row]
 var<workgroup> weights: array<vec4<u32>, 4u * WEIGHT_PLANE>;      // [16 positions][row]
 var<workgroup> factors: array<vec2<f32>, 4u * ROWS>;              // [16 positions][row]: the sum s counts s * x + y
+fn page_of(slot: u32, tile: u32) -> u32 { return table[slot * step.pages + tile]; }
 struct Loads { v: array<vec4<u32>, LOADS> }
 struct Eight { a: vec4<f32>, b: vec4<f32> }  // of 4 positions and 4 others, or of 8 dimensions
 struct FourRows { r0: Eight, r1: Eight, r2: Eight, r3: Eight }
@@ -182,7 +183,6 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let token0 = workgroup.y / SPLITS * TOKENS;  // counted from the segment's first row
   let split = workgroup.y % SPLITS;
   if (token0 >= segment.y) { return; }
-  let head = segment.z * KV_HEADS + workgroup.x;
   let tile_end = segment.w + min(token0 + TOKENS, segment.y);  // one past the last position that the tile's last token sees
   let first_token_end = segment.w + token0 + 1u;  // one past the last position that the tile's first token sees
   let first = select(0u, (first_token_end - min(WINDOW, first_token_end)) / KV_TILE, WINDOW > 0u);  // kv tile
@@ -190,8 +190,9 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let split_tiles = (tiles - first + SPLITS - 1u) / SPLITS;
   let end = min(first + (split + 1u) * split_tiles, tiles);
   var tile = min(first + split * split_tiles, tiles - 1u);  // an empty split loads the last
-  let record0 = RECORD * head * ((step.capacity + KV_TILE - 1u) / KV_TILE);
-  let roots = record0 + RECORD * tile + 8u * HEAD_DIM + 32u;
+  let first_page = workgroup.x * ((step.capacity + PAGE - 1u) / PAGE);  // of the KV head
+  let record = RECORD * (first_page + page_of(segment.z, tile));
+  let roots = record + 8u * HEAD_DIM + 32u;
   let row = vec4<u32>(ty) + TEAM * vec4<u32>(0u, 1u, 2u, 3u);
   let token = vec4<u32>(token0) + row % vec4<u32>(TOKENS);
   let query_head = workgroup.x * HEADS_PER_KV + min(row / vec4<u32>(TOKENS), vec4<u32>(HEADS_PER_KV - 1u));
@@ -206,15 +207,17 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   var total = vec4<f32>();
   var low: FourRows;
   var high: FourRows;
-  var next_keys = load(record0 + RECORD * tile, index);
-  var next_values = load(record0 + RECORD * tile + 4u * HEAD_DIM, index);
-  var next_scales = kv[record0 + RECORD * tile + 8u * HEAD_DIM + index % 32u];
+  var next_keys = load(record, index);
+  var next_values = load(record + 4u * HEAD_DIM, index);
+  var next_scales = kv[record + 8u * HEAD_DIM + index % 32u];
+  var next_page = page_of(segment.z, min(tile + 1u, tiles - 1u));  // looked up a kv tile ahead
   if (first + split * split_tiles >= end) { tile = end; }
   for (; tile < end; tile++) {
     for (var i = 0u; i < LOADS; i++) { keys[index + i * WORKGROUP] = next_keys.v[i]; }
     if (index < 32u) { scales[index] = bitcast<vec4<f32>>(next_scales); }
     workgroupBarrier();  // and all are done with the values before
-    let next = record0 + RECORD * min(tile + 1u, tiles - 1u);
+    let next = RECORD * (first_page + next_page);
+    next_page = page_of(segment.z, min(tile + 2u, tiles - 1u));
     for (var i = 0u; i < LOADS; i++) { values[index + i * WORKGROUP] = next_values.v[i]; }
     next_keys = load(next, index);
     next_scales = kv[next + 8u * HEAD_DIM + index % 32u];

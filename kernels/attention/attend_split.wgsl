@@ -7,9 +7,9 @@
 // One split: writes the heads as f32, or as int8 blocks with INT8. Several splits, or PARTIAL: writes partial sums and
 // (top, total) for attend_merge or prologue_merge: largest score, sum of exp(score - top).
 // Needs HEAD_DIM % (8 * LANES_PER_POSITION) == 0 and SUBGROUP % LANES_PER_POSITION == 0.
-// Parts: f16, kv8_*, int8_block_*; in a fused kernel also split_count_dynamic.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+// Parts: f16, kv8_*, pages, int8_block_*; in a fused kernel also split_count_dynamic.
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 64u;
@@ -53,7 +53,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let begin = select(0u, end - min(WINDOW, end), WINDOW > 0u);
   let split_length = (end - begin + workgroups.y - 1u) / workgroups.y;
   let split_end = min(begin + (workgroup.y + 1u) * split_length, end);
-  let base = opaque_zero() + ((layer() * step.slots + row_slot) * KV_HEADS + workgroup.x) * step.capacity;
+  let base = opaque_zero() + (layer() * KV_HEADS + workgroup.x) * step.capacity;
   var q: array<vec4<f32>, 2u * HEAD_VEC8>;
   var acc: array<vec4<f32>, 2u * HEAD_VEC8>;
   for (var i = 0u; i < HEAD_VEC8; i++) {
@@ -67,17 +67,20 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   var total = 0.0;
   let first = begin + workgroup.y * split_length + subgroup % SUBGROUPS_PER_HEAD * (SUBGROUP / LANES_PER_POSITION) + index % SUBGROUP / LANES_PER_POSITION;
   let iterations = (split_length + POSITIONS_IN_FLIGHT * STRIDE - 1u) / (POSITIONS_IN_FLIGHT * STRIDE);  // the same for all lanes, which shuffle together
+  var cells: array<u32, POSITIONS_IN_FLIGHT>;  // looked up an iteration ahead: keys and values do not wait for the table
+  for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) { cells[t] = cell_of(row_slot, min(first + t * STRIDE, end - 1u)); }
   for (var r = 0u; r < iterations; r++) {
     let p = first + r * POSITIONS_IN_FLIGHT * STRIDE;
     var keys: array<Raw8, POSITIONS_IN_FLIGHT * HEAD_VEC8>;
     var values: array<Raw8, POSITIONS_IN_FLIGHT * HEAD_VEC8>;  // loaded with the keys: one wait for memory instead of two
     for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) {
-      let row = (base + min(p + t * STRIDE, end - 1u)) * (HEAD_DIM / 8u) + lane;
+      let row = (base + cells[t]) * (HEAD_DIM / 8u) + lane;
       for (var i = 0u; i < HEAD_VEC8; i++) {
         keys[t * HEAD_VEC8 + i] = key8(row + LANES_PER_POSITION * i);
         values[t * HEAD_VEC8 + i] = value8(row + LANES_PER_POSITION * i);
       }
     }
+    for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) { cells[t] = cell_of(row_slot, min(p + (POSITIONS_IN_FLIGHT + t) * STRIDE, end - 1u)); }
     var s = array<f32, POSITIONS_IN_FLIGHT>();
     for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) {
       for (var i = 0u; i < HEAD_VEC8; i++) {

@@ -4,21 +4,21 @@
 // Needs HEAD_DIM % 4 == 0, HEAD_DIM <= 128 and fewer than 65535 positions: llvmpipe ends all loops of an invocation
 // after 65535 iterations in total, without an error. Loops over HEAD_DIM are unrolled and do not count. If a loop ends
 // early, y is NaN.
-// Parts: broadcast_*.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+// Parts: pages, broadcast_*.
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 4u;
 const WINDOW: u32 = 0u;           // a token sees the last WINDOW positions, its own included; 0: all
 const SCALE: f32 = 1.0;
 const WORKGROUP: u32 = 8u;
-const TEXTURE_ROWS: u32 = 8192u;  // positions below each other in the cache texture; the next block of them is to the right
+const TEXTURE_ROWS: u32 = 8192u;  // cells below each other in the cache texture; the next block of them is to the right
 const HEAD_VEC4: u32 = HEAD_DIM / 4u;
 const TEXELS: u32 = min(HEAD_VEC4, 16u);
 const HEADS_PER_KV: u32 = HEADS / KV_HEADS;
 @group(0) @binding(0) var y: texture_storage_2d<rgba32float, write>;     // [m, HEADS, HEAD_VEC4]
-@group(0) @binding(1) var cache: texture_storage_2d<rgba32float, read>;  // row = position, [keys | values, KV_HEADS, HEAD_VEC4]
+@group(0) @binding(1) var cache: texture_storage_2d<rgba32float, read>;  // row = cell, [keys | values, KV_HEADS, HEAD_VEC4]
 @group(0) @binding(5) var x: texture_storage_2d<rgba32float, read>;      // q [m, HEADS, HEAD_VEC4]
 @group(0) @binding(8) var<uniform> step: Step;
 fn texel(i: u32, column: u32, row: u32) -> vec4<f32> { return textureLoad(cache, vec2<u32>(column + i, row)); }
@@ -36,7 +36,6 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let first_index = workgroup.x * WORKGROUP;  // of the workgroup's tokens and heads
   let index = first_index + lane;
   let position = segment.w;
-  let first_block = segment.z * ((step.capacity + TEXTURE_ROWS - 1u) / TEXTURE_ROWS);
   let last = segment.y - 1u;
   let token = min(index / HEADS_PER_KV, last);  // counted from the segment's first row
   let begin = first_seen(position + token);
@@ -49,9 +48,12 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let first_token = first_index / HEADS_PER_KV;
   let end = position + min((first_index + WORKGROUP - 1u) / HEADS_PER_KV, last) + 1u;
   var p = first_seen(position + first_token);
+  var cell = cell_of(segment.z, p);
   for (; p < end; p++) {
-    let row = p % TEXTURE_ROWS;
-    let keys = ((first_block + p / TEXTURE_ROWS) * 2u * KV_HEADS + workgroup.y) * HEAD_VEC4;
+    if (p % PAGE == 0u) { cell = cell_of(segment.z, p); }
+    let row = cell % TEXTURE_ROWS;
+    let keys = (cell / TEXTURE_ROWS * 2u * KV_HEADS + workgroup.y) * HEAD_VEC4;
+    cell += 1u;
     let k = broadcast_texels(lane, keys, row);
     let l = broadcast_rest(lane, keys, row);
     var products = vec4<f32>();

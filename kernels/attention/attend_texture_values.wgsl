@@ -1,19 +1,19 @@
 // y[HEADS, HEAD_DIM] = softmax(scores) V of one token over a cache texture, texture backend (CPU adapters): the second
 // half of attention in decode, after attend_texture_scores.
 // An invocation computes 8 dimensions for the heads that share a KV head, 4 positions at a time.
-// Needs m == 1 and HEAD_DIM % 8 == 0. If llvmpipe ends the loop early (see attend_texture), y is NaN. Parts: none.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+// Needs m == 1 and HEAD_DIM % 8 == 0. If llvmpipe ends the loop early (see attend_texture), y is NaN. Parts: pages.
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 4u;
 const WINDOW: u32 = 0u;           // a token sees the last WINDOW positions, its own included; 0: all
 const WORKGROUP: u32 = 8u;
-const TEXTURE_ROWS: u32 = 8192u;  // positions below each other in the cache texture; the next block of them is to the right
+const TEXTURE_ROWS: u32 = 8192u;  // cells below each other in the cache texture; the next block of them is to the right
 const HEAD_VEC4: u32 = HEAD_DIM / 4u;
 const HEADS_PER_KV: u32 = HEADS / KV_HEADS;
 @group(0) @binding(0) var y: texture_storage_2d<rgba32float, write>;     // [1, HEADS, HEAD_VEC4]
-@group(0) @binding(1) var cache: texture_storage_2d<rgba32float, read>;  // row = position, [keys | values, KV_HEADS, HEAD_VEC4]
+@group(0) @binding(1) var cache: texture_storage_2d<rgba32float, read>;  // row = cell, [keys | values, KV_HEADS, HEAD_VEC4]
 @group(0) @binding(5) var x: texture_storage_2d<rgba32float, read>;      // scores [HEADS, positions / 4]
 @group(0) @binding(8) var<uniform> step: Step;
 @compute @workgroup_size(WORKGROUP)
@@ -22,7 +22,7 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
   if (dim4 >= KV_HEADS * HEAD_VEC4) { return; }
   let kv_head = dim4 / HEAD_VEC4;
   let end = step.row[0].position + 1u;
-  let first_block = step.row[0].slot * ((step.capacity + TEXTURE_ROWS - 1u) / TEXTURE_ROWS);  // the slot's first block of TEXTURE_ROWS positions
+  let slot = step.row[0].slot;
   let begin = select(0u, end - min(WINDOW, end), WINDOW > 0u);
   var acc = array<vec4<f32>, HEADS_PER_KV>();
   var next = array<vec4<f32>, HEADS_PER_KV>();
@@ -30,13 +30,16 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
   var total = array<f32, HEADS_PER_KV>();
   for (var h = 0u; h < HEADS_PER_KV; h++) { top[h] = -1e30; }
   var p = begin / 4u;
+  var cell = cell_of(slot, 4u * p);
   for (; 4u * p < end; p++) {
-    let at = ((first_block + 4u * p / TEXTURE_ROWS) * 2u + 1u) * KV_HEADS * HEAD_VEC4 + dim4;
-    let row = 4u * p % TEXTURE_ROWS;
-    let v = mat4x4<f32>(textureLoad(cache, vec2<u32>(at, row)), textureLoad(cache, vec2<u32>(at, row + 1u)),
-                        textureLoad(cache, vec2<u32>(at, row + 2u)), textureLoad(cache, vec2<u32>(at, row + 3u)));
-    let u = mat4x4<f32>(textureLoad(cache, vec2<u32>(at + 1u, row)), textureLoad(cache, vec2<u32>(at + 1u, row + 1u)),
-                        textureLoad(cache, vec2<u32>(at + 1u, row + 2u)), textureLoad(cache, vec2<u32>(at + 1u, row + 3u)));
+    if (4u * p % PAGE == 0u) { cell = cell_of(slot, 4u * p); }
+    let at = (cell / TEXTURE_ROWS * 2u + 1u) * KV_HEADS * HEAD_VEC4 + dim4;
+    let row = cell % TEXTURE_ROWS + min(vec4<u32>(0u, 1u, 2u, 3u), vec4<u32>(end - 1u - 4u * p));  // none after the last: they are not the sequence's
+    cell += 4u;
+    let v = mat4x4<f32>(textureLoad(cache, vec2<u32>(at, row.x)), textureLoad(cache, vec2<u32>(at, row.y)),
+                        textureLoad(cache, vec2<u32>(at, row.z)), textureLoad(cache, vec2<u32>(at, row.w)));
+    let u = mat4x4<f32>(textureLoad(cache, vec2<u32>(at + 1u, row.x)), textureLoad(cache, vec2<u32>(at + 1u, row.y)),
+                        textureLoad(cache, vec2<u32>(at + 1u, row.z)), textureLoad(cache, vec2<u32>(at + 1u, row.w)));
     for (var h = 0u; h < HEADS_PER_KV; h++) {
       let s = textureLoad(x, vec2<u32>(p % TEXTURE_ROWS, kv_head * HEADS_PER_KV + h + p / TEXTURE_ROWS * HEADS));
       let new_top = max(top[h], max(max(s.x, s.y), max(s.z, s.w)));

@@ -6,10 +6,10 @@
 // their exponentials and broadcasts them to the other owners.
 // All arithmetic is f32; attend_int8 is faster where int8 will do. The causal bound is per tile. Writes f32, or int8 blocks
 // with INT8.
-// Needs OWNERS 4 or 8, HEAD_DIM % (8 * OWNERS) == 0, KV_TILE % 8 == 0, HEADS_PER_KV <= 2 * WORKGROUP / OWNERS.
-// Parts: f16, kv8_*, int8_block_*.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+// Needs OWNERS 4 or 8, HEAD_DIM % (8 * OWNERS) == 0, KV_TILE % 8 == 0, PAGE % KV_TILE == 0,
+// HEADS_PER_KV <= 2 * WORKGROUP / OWNERS. Parts: f16, kv8_*, pages, int8_block_*.
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 64u;
@@ -44,7 +44,7 @@ fn row_of(row: u32, kv_head: u32, token0: u32, segment: vec4<u32>, position: u32
   let begin = select(0u, end - min(WINDOW, end), WINDOW > 0u);
   return QueryRow(((segment.x + min(token, segment.y - 1u)) * HEADS + head) * HEAD_VEC4, begin, end, row < TOKENS * HEADS_PER_KV && token < segment.y);
 }
-fn cache_index(base: u32, p0: u32, tile_end: u32, i: u32) -> u32 { return (base + min(p0 + i / HEAD_VEC8, tile_end - 1u)) * HEAD_VEC8 + i % HEAD_VEC8; }
+fn cache_index(first_cell: u32, last: u32, i: u32) -> u32 { return (first_cell + min(i / HEAD_VEC8, last)) * HEAD_VEC8 + i % HEAD_VEC8; }  // last: of the kv tile's positions
 fn score(q: ptr<function, Part>, r: ptr<function, Part>, tile_position: u32, own: u32) -> f32 {
   var sums = vec2<f32>();  // the owner's share of both rows' scores
   for (var i = 0u; i < OWN_VEC4; i++) {
@@ -96,19 +96,21 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   var q1: Part;
   var y0 = Part();
   var y1 = Part();
-  let base = (segment.z * KV_HEADS + workgroup.x) * step.capacity;
+  let base = workgroup.x * step.capacity;
   let tile_end = position + min(token0 + TOKENS, segment.y);  // one past the last position that the tile's last token sees
   let first_token_end = position + token0 + 1u;  // one past the last position that the tile's first token sees
-  let first = select(0u, first_token_end - min(WINDOW, first_token_end), WINDOW > 0u);
+  let first = select(0u, (first_token_end - min(WINDOW, first_token_end)) / KV_TILE * KV_TILE, WINDOW > 0u);  // a kv tile lies in one page
+  let last_tile = (tile_end - 1u) / KV_TILE * KV_TILE;
   var top = -1e30;
   var total = 0.0;  // sum of the exponentials that this invocation takes
   var next_k: array<Raw8, LOADS>;  // prefetch: the kv tile after the one in workgroup memory
   var next_v: array<Raw8, LOADS>;
   for (var i = 0u; i < LOADS; i++) {
-    let cached = cache_index(base, first, tile_end, index + i * WORKGROUP);
+    let cached = cache_index(base + cell_of(segment.z, first), tile_end - 1u - first, index + i * WORKGROUP);
     next_k[i] = key8(cached);
     next_v[i] = value8(cached);
   }
+  var next_cell = base + cell_of(segment.z, min(first + KV_TILE, last_tile));  // looked up a kv tile ahead
   let scale = SCALE * 1.4426950408889634;  // log2(e): exponentials are taken with exp2
   for (var i = 0u; i < OWN_VEC4; i++) {
     q0[i] = x[row0.first4 + vec4_of(i, own)] * scale;
@@ -125,11 +127,13 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
       }
     }
     workgroupBarrier();
+    let next_last = tile_end - 1u - min(p0 + KV_TILE, last_tile);
     for (var i = 0u; i < LOADS; i++) {
-      let cached = cache_index(base, p0 + KV_TILE, tile_end, index + i * WORKGROUP);
+      let cached = cache_index(next_cell, next_last, index + i * WORKGROUP);
       next_k[i] = key8(cached);
       next_v[i] = value8(cached);
     }
+    next_cell = base + cell_of(segment.z, min(p0 + 2u * KV_TILE, last_tile));
     let edge = p0 + KV_TILE > first_token_end || WINDOW > 0u;  // some row does not see all positions of the kv tile
     var e: array<vec4<f32>, KV_TILE / 8u>;  // scores, then their exponentials: 4 of every 8 positions, for one row
     var new_top = top;

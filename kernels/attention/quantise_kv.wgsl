@@ -1,5 +1,5 @@
 // y = keys and values as int8, in the order in which attend_int8 reads them: a record for every kv tile of 64 positions.
-// A workgroup quantises one kv tile of one KV head. Invocation (tx, ty) takes positions 4ty .. 4ty + 3 and dimensions
+// A kv tile is a page: sequences that share it share its record. A workgroup quantises one kv tile of one KV head. Invocation (tx, ty) takes positions 4ty .. 4ty + 3 and dimensions
 // 8tx .. 8tx + 7 and those 64 further on.
 // Keys and values have one scale for a position. Some dimensions are much larger than others, and one scale for all would
 // leave few levels for the others: all are divided by the square root of the largest magnitude of their dimension in the
@@ -7,19 +7,19 @@
 // Record, in vec4s: keys [16 dimensions][position], values + 128 [16 positions][dimension], scales of keys, reciprocal scales
 // of values, square roots of keys and of values. Words of keys and values change places in pairs, and positions and
 // dimensions are in the order of attend_int8's invocations.
-// Needs HEAD_DIM 64 or 128, subgroups of 8 lanes. Parts: f16, kv8_*, int8_block_*.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+// Needs HEAD_DIM 64 or 128, subgroups of 8 lanes. Parts: f16, kv8_*, pages, int8_block_*.
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 64u;
 const WINDOW: u32 = 0u;  // a token sees the last WINDOW positions, its own included; 0: all
 const WORKGROUP: u32 = 128u;
-const KV_TILE: u32 = 64u;
+const KV_TILE: u32 = 64u;  // = PAGE
 const RUNS: u32 = HEAD_DIM / 64u;  // runs of 8 dimensions of an invocation
 const HEAD_VEC4: u32 = HEAD_DIM / 4u;
 const HEAD_VEC8: u32 = HEAD_DIM / 8u;
 const RECORD: u32 = 8u * HEAD_DIM + 32u + 2u * HEAD_VEC4;  // vec4s
-@group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [slots, KV_HEADS, kv tiles] records
+@group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [KV_HEADS, pages] records
 @group(0) @binding(8) var<uniform> step: Step;
 var<workgroup> tops: array<vec4<f32>, 32u * HEAD_VEC4>;  // [ty][keys, values][dimension]: largest magnitudes
 var<workgroup> roots: array<vec4<f32>, 2u * HEAD_VEC4>;  // [keys, values][dimension]
@@ -57,17 +57,17 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let last = segment.w + segment.y - 1u;
   let seen = select(0u, segment.w + 1u - min(WINDOW, segment.w + 1u), WINDOW > 0u);  // the first position that a row sees
   if (p0 > last || p0 + KV_TILE <= seen) { return; }
-  let head = segment.z * KV_HEADS + workgroup.x;
-  let base = head * step.capacity;
-  let record = 4u * RECORD * (head * ((step.capacity + KV_TILE - 1u) / KV_TILE) + workgroup.y);
-  find_roots(base, last, index);
+  let base = workgroup.x * step.capacity;
+  let page = cell_of(segment.z, p0);
+  let record = 4u * RECORD * (workgroup.x * ((step.capacity + PAGE - 1u) / PAGE) + page / PAGE);
+  find_roots(base + cell_of(segment.z, 0u), last, index);
   var bytes: array<vec2<u32>, 4u * RUNS>;  // of values: [run][position]
   for (var i = 0u; i < 4u; i++) {
     var k: array<mat2x4<f32>, RUNS>;
     var v: array<mat2x4<f32>, RUNS>;
     var top = vec2<f32>();
     for (var u = 0u; u < RUNS; u++) {
-      let at = (base + min(p0 + 4u * g + i, last)) * HEAD_VEC8 + tx + 8u * u;
+      let at = (base + page + min(4u * g + i, last - p0)) * HEAD_VEC8 + tx + 8u * u;
       k[u] = divided(widen(key8(at)), 2u * (tx + 8u * u));
       v[u] = divided(widen(value8(at)), 2u * (tx + 8u * u) + HEAD_VEC4);
       top = max(top, vec2<f32>(max(max_abs(k[u][0]), max_abs(k[u][1])), max(max_abs(v[u][0]), max_abs(v[u][1]))));

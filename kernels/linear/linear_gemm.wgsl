@@ -7,8 +7,8 @@
 // Needs K % 8 == 0, GROUP % 8 == 0, TILE_K % 8 == 0, TILE_M and TILE_N powers of two from 16 on. A ragged m, N or K is
 // clamped on load and guarded on store.
 // Parts: f16, (scales,) weight_*, epilogue_* (without a workgroup epilogue).
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const K: u32 = 32u;
 const N: u32 = 4u;
 const TILE_M: u32 = 64u;

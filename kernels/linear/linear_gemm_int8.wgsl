@@ -7,8 +7,8 @@
 // Needs TILE_M 16, 32 or 64, TILE_N 64, K % 64 == 0, GROUP % 32 == 0 or GROUP == 16. A
 // ragged m or N is clamped on load and guarded on store.
 // Parts: f16, scales, planes_*, epilogue_*.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const K: u32 = 64u;
 const N: u32 = 4u;
 const GROUP: u32 = 32u;

@@ -6,8 +6,8 @@
 // the results of more rows. Sums have names: an array that a loop indexes may be kept in memory.
 // Needs TOKENS * ROW_PAIRS <= SUBGROUP, K % 32 == 0 (q6: 64), GROUP % 32 == 0 or GROUP == 16.
 // Parts: f16, (scales, planes_*,) inputs_int8 or prologue_*, dot_*, epilogue_*, reduce_*.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const K: u32 = 32u;
 const N: u32 = 2u;
 const TOKENS: u32 = 4u;     // 2, 4 or 8

@@ -1,7 +1,7 @@
 // y = the sum of what the GRID_SPLIT splits of a linear stored (epilogue_partial), with the linear's own epilogue.
 // An invocation adds up a pair of rows of a token. Needs an even N. Parts: f16, epilogue_*.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const N: u32 = 2u;
 const GRID_SPLIT: u32 = 1u;
 const SPLIT_ROWS: u32 = 1u;  // token rows of a split's results

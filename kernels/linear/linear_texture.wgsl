@@ -2,8 +2,8 @@
 // One invocation computes 8 rows x 4 tokens in registers, so that a weight is unpacked once for 4 tokens. Neighbouring
 // invocations take the next rows. All loads are texture loads, as in linear_texture_gemv.
 // Needs K % STRIDE == 0 and GROUP % STRIDE == 0. Parts: texture_*, broadcast_*, epilogue_texture_*.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const GROUP: u32 = 32u;   // k that share one scale
 const STRIDE: u32 = 16u;  // k of one iteration
 const TEXELS: u32 = STRIDE;

@@ -2,8 +2,8 @@
 // interleaved.
 // One invocation per value, grid folded over x and y. Needs nothing. Parts: none.
 const WIDTH: u32 = 1u;  // values per token
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const WORKGROUP: u32 = 64u;
 @group(0) @binding(0) var<storage, read_write> y: array<f32>;
 @group(0) @binding(6) var<storage, read> up: array<f32>;

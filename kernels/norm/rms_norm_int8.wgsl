@@ -1,8 +1,8 @@
 // y[m, WIDTH / 32] = x / rms(x) * weight, row by row, as int8 blocks (see int8_block_subgroup).
 // One workgroup per row. With LAST_ROWS row i of y is the last row of segment i. Needs WIDTH % 32 == 0. Parts:
 // int8_block_*, reduce_*, residual or residual_split.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const WIDTH: u32 = 32u;
 const EPS: f32 = 1e-5;
 const LAST_ROWS: bool = false;

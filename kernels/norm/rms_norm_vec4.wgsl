@@ -1,7 +1,7 @@
 // y[m, WIDTH] = x / rms(x) * weight, row by row, four values at a time (dot(v, v)).
 // One workgroup per row. With LAST_ROWS row i of y is the last row of segment i. Needs WIDTH % 4 == 0. Parts: reduce_*.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const WIDTH: u32 = 4u;
 const EPS: f32 = 1e-5;
 const LAST_ROWS: bool = false;

@@ -1,9 +1,9 @@
 // Role epilogue: rows q | k | v of a token. Adds the bias, rotates q and k (a RoPE pair is two adjacent rows), stores q
-// as f32 and writes k and v into the KV cache at the token's position. Rows come in pairs: row is even,
+// as f32 and writes k and v into the token's cell of the KV cache. Rows come in pairs: row is even,
 // v = (row, row + 1).
 // epilogue_prefetch may be called before epilogue, to load rotation and bias early. Parts: f16.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const N: u32 = 2u;          // rows of this shard
 const ROW0: u32 = 0u;       // the shard's first row in the matrix
 const HEADS: u32 = 1u;
@@ -14,22 +14,22 @@ const WIDTH: u32 = (HEADS + 2u * KV_HEADS) * HEAD_DIM;
 const BIAS: bool = false;
 const KV_F32: bool = false;
 const TOKENS: u32 = 1u;
-const ONE_SEGMENT: bool = false;  // all rows belong to one segment: then nothing is looked up by row (6 % on an H200 with SmolLM2)
+const ONE_SEGMENT: bool = false;  // all rows belong to one segment: then the rotation does not wait for the row (6 % on an H200 with SmolLM2)
 @group(0) @binding(0) var<storage, read_write> y: array<vec2<f32>>;  // q [layers or m, HEADS, HEAD_DIM], padded after each layer
-@group(0) @binding(1) var<storage, read_write> k_cache: array<u32>;  // [layers, slots, KV_HEADS, capacity, HEAD_DIM] f16 or f32
+@group(0) @binding(1) var<storage, read_write> k_cache: array<u32>;  // [layers, KV_HEADS, capacity, HEAD_DIM] f16 or f32
 @group(0) @binding(2) var<storage, read_write> v_cache: array<u32>;
-@group(0) @binding(3) var<storage, read> rope: array<vec2<f32>>;     // [capacity, ROPE_DIMS / 2] (cos, sin)
+@group(0) @binding(3) var<storage, read> rope: array<vec2<f32>>;     // [positions, ROPE_DIMS / 2] (cos, sin)
 @group(0) @binding(4) var<storage, read> bias: array<f32>;
 @group(0) @binding(8) var<uniform> step: Step;
 var<private> prefetched: bool = false;
-var<private> token_row: Row;      // the token's slot and position
+var<private> token_row: Row;      // the token's position and cell
 var<private> rotation: vec2<f32>;  // (cos, sin) of the row pair
 var<private> row_bias: vec2<f32>;  // bias of the row pair
 fn epilogue_prefetch(token: u32, shard_row: u32) {
   let row = ROW0 + min(shard_row, N - 2u);
   let dim = row % HEAD_DIM;
   token_row = step.row[token];
-  if (ONE_SEGMENT) { token_row = Row(step.segment[0].z, step.segment[0].w + token, 0u, 0u); }
+  if (ONE_SEGMENT) { token_row.position = step.segment[0].w + token; }
   rotation = vec2<f32>(1.0, 0.0);
   if (row / HEAD_DIM < HEADS + KV_HEADS && dim < ROPE_DIMS) { rotation = rope[token_row.position * (ROPE_DIMS / 2u) + dim / 2u]; }
   if (BIAS) { let i = slab_index() * WIDTH + row; row_bias = vec2<f32>(bias[i], bias[i + 1u]); }
@@ -40,8 +40,7 @@ fn epilogue(token: u32, shard_row: u32, v: vec2<f32>) {
   if (!prefetched) { epilogue_prefetch(token, shard_row); }
   prefetched = false;
   let row = ROW0 + shard_row;
-  let pos = token_row.position;
-  let cache = (layer() * step.slots + token_row.slot) * KV_HEADS;  // first KV head of the sequence in this layer
+  let cell = token_row.cell;
   let head = row / HEAD_DIM;
   let dim = row % HEAD_DIM;
   let u = select(v, v + row_bias, BIAS);
@@ -49,11 +48,11 @@ fn epilogue(token: u32, shard_row: u32, v: vec2<f32>) {
   if (head < HEADS) {
     y[(layer() * LINE_PADDING + (layer() * TOKENS + token) * HEADS * HEAD_DIM + row) / 2u] = o;
   } else if (head < HEADS + KV_HEADS) {
-    let i = (((cache + head - HEADS) * step.capacity + pos) * HEAD_DIM + dim) / 2u;
+    let i = (((layer() * KV_HEADS + head - HEADS) * step.capacity + cell) * HEAD_DIM + dim) / 2u;
     if (KV_F32) { k_cache[2u * i] = bitcast<u32>(o.x); k_cache[2u * i + 1u] = bitcast<u32>(o.y); }
     else { k_cache[i] = pack_f16(o); }
   } else {
-    let i = (((cache + head - HEADS - KV_HEADS) * step.capacity + pos) * HEAD_DIM + dim) / 2u;
+    let i = (((layer() * KV_HEADS + head - HEADS - KV_HEADS) * step.capacity + cell) * HEAD_DIM + dim) / 2u;
     if (KV_F32) { v_cache[2u * i] = bitcast<u32>(o.x); v_cache[2u * i + 1u] = bitcast<u32>(o.y); }
     else { v_cache[i] = pack_f16(o); }
   }

@@ -3,8 +3,8 @@
 // TOKENS tokens.
 // Needs a workgroup that covers 64 consecutive rows, and N % 64 == 0. Parts: int8_block_*, hidden
 // (linear_gemm_int8 has it itself).
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const N: u32 = 64u;      // rows of this shard
 const ROW0: u32 = 0u;    // the shard's first row in the matrix
 const WIDTH: u32 = 64u;  // rows of the matrix

@@ -1,4 +1,4 @@
-// Role kv4: the KV cache of a layer as f16, [slots, KV_HEADS, capacity, HEAD_DIM]. key4(i), value4(i) = dimensions
+// Role kv4: the KV cache of a layer as f16, [KV_HEADS, capacity, HEAD_DIM]. key4(i), value4(i) = dimensions
 // 4i .. 4i + 3, one 8-byte load. Parts: f16.
 alias Raw4 = vec2<u32>;
 @group(0) @binding(1) var<storage, read> k_cache: array<Raw4>;

@@ -1,4 +1,4 @@
-// Role kv4: the KV cache of a layer as f32, [slots, KV_HEADS, capacity, HEAD_DIM]. key4(i), value4(i) = dimensions
+// Role kv4: the KV cache of a layer as f32, [KV_HEADS, capacity, HEAD_DIM]. key4(i), value4(i) = dimensions
 // 4i .. 4i + 3, one 16-byte load.
 alias Raw4 = vec4<f32>;
 @group(0) @binding(1) var<storage, read> k_cache: array<Raw4>;

@@ -1,4 +1,4 @@
-// Role kv8: the KV cache of a layer as f16, [slots, KV_HEADS, capacity, HEAD_DIM]. key8(i), value8(i) = raw dimensions
+// Role kv8: the KV cache of a layer as f16, [KV_HEADS, capacity, HEAD_DIM]. key8(i), value8(i) = raw dimensions
 // 8i .. 8i + 7, one 16-byte load. widen converts them to f32, after the loads have arrived. Parts: f16.
 alias Raw8 = vec4<u32>;
 @group(0) @binding(1) var<storage, read> k_cache: array<Raw8>;

@@ -1,4 +1,4 @@
-// Role kv8: the KV cache of a layer as f32, [slots, KV_HEADS, capacity, HEAD_DIM]. key8(i), value8(i) = raw dimensions
+// Role kv8: the KV cache of a layer as f32, [KV_HEADS, capacity, HEAD_DIM]. key8(i), value8(i) = raw dimensions
 // 8i .. 8i + 7, two 16-byte loads. widen returns them, after the loads have arrived.
 alias Raw8 = mat2x4<f32>;
 @group(0) @binding(1) var<storage, read> k_cache: array<Raw8>;

@@ -1,8 +1,8 @@
 // Role split_count: the number of splits into which attend_split cuts the context of each of a step's rows, by the
 // longest. One for every 32 positions up to 4, which prologue_merge takes at once, for every 64 up to 16, then for every
 // 128 up to MAX_SPLITS.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const TOKENS: u32 = 1u;
 const WINDOW: u32 = 0u;  // a token sees the last WINDOW positions, its own included; 0: all
 const MAX_SPLITS: u32 = 16u;

@@ -2,14 +2,14 @@
 // The token is appended to the sequence's ring of results, its embedding is looked up, and the row of the next step is
 // written, so that decode continues without the host.
 // One workgroup per segment. Among equal logits the lowest index wins. Needs WORKGROUP a power of two.
-// Parts: f16, (scales,) weight_* and embed_next, or embed_next_none.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+// Parts: pages; f16, (scales,) weight_* and embed_next, or embed_next_none.
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const CANDIDATES: u32 = 1u;  // of each segment
 const RING: u32 = 1u;        // tokens that a ring holds
 const RING_WORDS: u32 = 1u;  // from one sequence's ring to the next
 const WORKGROUP: u32 = 256u;
-@group(0) @binding(1) var<storage, read_write> ring: array<u32>;        // [slots, RING_WORDS]: RING sampled tokens, the oldest overwritten
+@group(0) @binding(1) var<storage, read_write> ring: array<u32>;        // [slots, RING_WORDS]: RING sampled tokens, by the position before theirs
 @group(0) @binding(2) var<storage, read_write> step: Step;
 @group(0) @binding(5) var<storage, read> candidates: array<vec2<u32>>;  // [segments, CANDIDATES] (bits of the f32 logit, index)
 var<workgroup> tops: array<f32, WORKGROUP>;
@@ -40,8 +40,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let token = select(top_indices[0], 0u, top_indices[0] == 0xFFFFFFFFu);  // every logit was NaN
   embed_next(token, segment, index);
   if (index > 0u) { return; }
-  ring[row.slot * RING_WORDS + row.generated % RING] = token;
-  step.row[first_row] = Row(row.slot, row.position + 1u, token, row.generated + 1u);
+  ring[row.slot * RING_WORDS + row.position % RING] = token;
+  step.row[first_row] = Row(row.slot, row.position + 1u, token, cell_of(row.slot, row.position + 1u));
   step.segment[segment] = vec4<u32>(first_row, 1u, row.slot, row.position + 1u);
   if (segment == 0u) { step.rows = step.segments; }
 }

@@ -3,10 +3,10 @@
 // The largest logit of every CANDIDATE_ROWS logits (a run) is a candidate. The k best tokens lie in the runs of the k
 // best candidates, so that two binary searches for a threshold find them without sorting the vocabulary.
 // One workgroup per segment. Needs 1 <= top_k <= MAX_TOP_K.
-// Parts: f16, (scales,) weight_* and embed_next, or embed_next_none.
-struct Row { slot: u32, position: u32, token: u32, generated: u32 }  // a token row: sequence slot, position, token id, tokens generated so far
-struct Step { rows: u32, segments: u32, capacity: u32, slots: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
-struct Sampling { temperature: f32, top_p: f32, min_p: f32, penalty: f32, top_k: u32, seed: u32, last_n: u32, oldest: u32 }  // oldest: index of the oldest of the last_n tokens
+// Parts: pages; f16, (scales,) weight_* and embed_next, or embed_next_none.
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+struct Sampling { temperature: f32, top_p: f32, min_p: f32, penalty: f32, top_k: u32, seed: u32, last_n: u32, oldest: u32 }  // oldest + position: index of the oldest of the last_n tokens, modulo last_n
 const VOCAB: u32 = 1u;
 const CANDIDATE_ROWS: u32 = 64u;  // logits of a run
 const CANDIDATES: u32 = 1u;       // runs of a segment
@@ -15,7 +15,7 @@ const RING_WORDS: u32 = 1u;       // from one sequence's ring to the next
 const MAX_TOP_K: u32 = 64u;
 const MAX_KEPT: u32 = 128u;       // the k best tokens, and others with the same logit as the last of them
 const WORKGROUP: u32 = 256u;
-@group(0) @binding(1) var<storage, read_write> ring: array<u32>;              // [slots, RING_WORDS]: RING sampled tokens, the oldest overwritten; then last_n recent tokens
+@group(0) @binding(1) var<storage, read_write> ring: array<u32>;              // [slots, RING_WORDS]: RING sampled tokens, by the position before theirs; then last_n recent tokens
 @group(0) @binding(2) var<storage, read_write> step: Step;
 @group(0) @binding(4) var<storage, read_write> logits: array<f32>;            // [segments, VOCAB]
 @group(0) @binding(5) var<storage, read_write> candidates: array<vec2<u32>>;  // [segments, CANDIDATES] (bits of the f32 logit, index)
@@ -184,9 +184,9 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let token = sampled;
   embed_next(token, segment, index);
   if (index > 0u) { return; }
-  ring[row.slot * RING_WORDS + row.generated % RING] = token;
-  if (s.last_n > 0u) { ring[recent0 + (s.oldest + row.generated) % s.last_n] = token; }
-  step.row[first_row] = Row(row.slot, row.position + 1u, token, row.generated + 1u);
+  ring[row.slot * RING_WORDS + row.position % RING] = token;
+  if (s.last_n > 0u) { ring[recent0 + (s.oldest + row.position) % s.last_n] = token; }
+  step.row[first_row] = Row(row.slot, row.position + 1u, token, cell_of(row.slot, row.position + 1u));
   step.segment[segment] = vec4<u32>(first_row, 1u, row.slot, row.position + 1u);
   if (segment == 0u) { step.rows = step.segments; }
 }

@@ -210,12 +210,12 @@ def measure(engine: Engine, case: BenchCase, options: BenchOptions, monitor: Mon
     ids = np.random.default_rng(0).integers(0, engine.config.vocab, case.n_prompt).tolist()
     first_tokens = (1 if gpu.software else 3) if ids else 0
     runs = options.repetitions + first_tokens + (1 + bool(ids)) * options.warmup
-    done = count()
+    done, sequence = count(), Sequence()
 
     def run(most: int, stage: str) -> float:
         """Seconds of one repetition with at most `most` sampled tokens."""
         monitor.run_starts(stage, next(done), runs)
-        sequence = Sequence(ids=[0] * case.start)  # the time does not depend on what the cache holds
+        sequence.ids, sequence.checked = [0] * case.start, case.start  # the time does not depend on what pages hold
         wait_idle(gpu)
         began = time.perf_counter()
         if ids:
@@ -253,6 +253,7 @@ def measure(engine: Engine, case: BenchCase, options: BenchOptions, monitor: Mon
         samples = repeat()
     samples.first_token_s = [run(1, "first token") for _ in range(first_tokens)]
     recorder.take_spans()
+    engine.discard(sequence)
     settle = {"settled": settling.settled, "settle_ns": round(settling.seconds * 1e9)}
     return statistics_of(samples, case.tokens) | settle
 

@@ -16,6 +16,7 @@ from llamagpu.engine.model import BufferModel
 from llamagpu.engine.ops import AttentionBuffers, AttentionMode, Ops, Output
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision
 from llamagpu.engine.routes import Attention, Epilogue, Inputs, Linear, Table
+from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import Segment
 from llamagpu.engine.synthetic import SHAPES
 from llamagpu.engine.weights import Matrix, MatrixShard, WeightTarget, upload_matrix
@@ -24,7 +25,7 @@ from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.recorder import Step
 from llamagpu.gpu.timing import Stopwatch
 from llamagpu.verify import reference
-from llamagpu.verify.reference import Weight, errors, matrix_of, only, random, step_buffer
+from llamagpu.verify.reference import Weight, errors, matrix_of, only, ops_at, random, step_buffer
 
 CLONE_BYTES = 192 << 20  # of all clones of one matrix: an H200 caches 50 MB
 EPS = 1e-5
@@ -137,7 +138,8 @@ def step_ns(gpu: Gpu, watch: Stopwatch, shape: str, m: int) -> float:
     engine = loaded.engine
     if isinstance(engine.model, BufferModel):
         engine.model.unfuse()
-    engine.model.step.write([Segment(0, 0, [0] * m)], engine.cache.capacity, engine.cache.slots)
+    engine.reserve(Sequence(), m)
+    engine.model.write_step([Segment(0, 0, [0] * m)])
     step = Step(engine.model.plan(m), m)
     times = [watch.pass_ns([step]) for _ in range(2 if gpu.software else 20)]
     engine.free()
@@ -158,9 +160,9 @@ def attend_time(gpu: Gpu, watch: Stopwatch, name: str, m: int, position: int, ta
     if table is routes.ATTEND:
         shape = routes.in_splits(replace(shape, bucket=routes.context_bucket(position + 1)), gpu.caps)
     splits = shape.splits
-    qs, y, step = gpu.upload(q, "q"), gpu.zeros(q.nbytes, "y"), step_buffer(gpu, m, position, capacity)
+    qs, y, make = gpu.upload(q, "q"), gpu.zeros(q.nbytes, "y"), ops_at(gpu, m, position, capacity)
     partial, stats = gpu.zeros(q.nbytes * splits, "partial"), gpu.zeros(m * s.heads * splits * 8 + 16, "stats")
-    make, mode = Ops(gpu, step), AttentionMode(kv_type)
+    mode = AttentionMode(kv_type)
     out = y if splits == 1 else partial
     merge = [make.attend_merge(shape, partial, stats, y, int8_out=False)] if splits > 1 else []
     units = [
@@ -171,5 +173,5 @@ def attend_time(gpu: Gpu, watch: Stopwatch, name: str, m: int, position: int, ta
     first = max(0, m - 8)  # the last rows see the most positions
     want = reference.attention(q[first:], k[:, :end], v[:, :end], position + first)
     got = gpu.read(y, np.float32, q.size).reshape(q.shape)[first:]
-    gpu.free(*(buffer for cache in caches for buffer in cache), qs, y, partial, stats, step)
+    gpu.free(*(buffer for cache in caches for buffer in cache), qs, y, partial, stats, *make.shared.values())
     return Timed(kernels(units[0]), ns, errors(got, want)[0])

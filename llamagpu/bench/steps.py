@@ -24,6 +24,7 @@ from llamagpu.engine.engine import Engine
 from llamagpu.engine.load import Progress, Source, load_model
 from llamagpu.engine.options import Precision
 from llamagpu.engine.precision import resolve_precision
+from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import Segment
 from llamagpu.gpu.device import Gpu, map_device_lost
 from llamagpu.gpu.recorder import Pending, Step
@@ -194,7 +195,7 @@ def bench_steps(
             engine, model = loaded.engine, loaded.engine.model
             if most > model.chunk and rows:
                 raise BadValue(f"a step has at most {model.chunk} rows here, not {most}", "ask for fewer rows")
-            engine.cache.reserve(depth + most)
+            engine.reserve(Sequence(), depth + most)
             wanted = sorted(set(rows)) or ladder(model.chunk, model.plan_width)
             found = measure(StepLoop(engine, depth), wanted, options.repetitions, starts)
             known = case_facts(model_facts(opened), engine, case)

@@ -20,6 +20,7 @@ def chat(
     system: o.SystemOption = None,
     predict: o.PredictOption = -1,
     ctx_size: o.ContextOption = 0,
+    kv_memory: o.KvMemoryOption = None,
     temp: o.TempOption = 0.8,
     top_k: o.TopKOption = 40,
     top_p: o.TopPOption = 0.95,
@@ -46,7 +47,7 @@ def chat(
     matched = read_grammar(json_schema, grammar, regex)
     path = find_model(model, hf_repo, offline, quiet)
     chat_template.start()
-    options = EngineOptions(device, ctx_size or None, ubatch, cache_type, precision)
+    options = EngineOptions(device, ctx_size or None, ubatch, cache_type, precision, kv_memory=kv_memory)
     with interruptible() as check:
         llama = open_model(path, options, quiet, verbose, check)
     how = sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, verbose)

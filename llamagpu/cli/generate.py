@@ -47,6 +47,7 @@ def generate(
     file: o.FileOption = None,
     predict: o.PredictOption = -1,
     ctx_size: o.ContextOption = 0,
+    kv_memory: o.KvMemoryOption = None,
     temp: o.TempOption = 0.8,
     top_k: o.TopKOption = 40,
     top_p: o.TopPOption = 0.95,
@@ -90,7 +91,7 @@ def generate(
     path = find_model(model, hf_repo, offline, quiet)
     if not raw:
         chat_template.start()
-    options = EngineOptions(device, ctx_size or None, ubatch, cache_type, precision)
+    options = EngineOptions(device, ctx_size or None, ubatch, cache_type, precision, kv_memory=kv_memory)
     with interruptible() as check:
         llama = open_model(path, options, quiet, verbose, check)
         if prompt_cache and (prompt_cache_ro or has_content(prompt_cache)):

@@ -52,6 +52,7 @@ def open_model(path: Path, options: EngineOptions, quiet: bool, verbose: bool, c
         chunk=options.chunk,
         kv_type=options.kv_type,
         precision=options.precision,
+        kv_memory=options.kv_memory,
         progress=progress_line("loading", quiet, check),
         on_plan=on_plan,
     )

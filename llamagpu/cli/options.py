@@ -113,7 +113,15 @@ PredictOption = Annotated[
     ),
 ]
 ContextOption = Annotated[
-    int, option("-c", "--ctx-size", min=0, help="Context length in tokens; 0: grows with the text, up to the model's.")
+    int, option("-c", "--ctx-size", min=0, help="Context length in tokens; 0: the model's, if the KV cache holds it.")
+]
+KvMemoryOption = Annotated[
+    int | None,
+    option(
+        "--kv-memory",
+        min=1,
+        help="MiB for the KV cache (default: what -c needs; without -c at most 2048, on a CPU 512).",
+    ),
 ]
 TempOption = Annotated[float, option("--temp", callback=finite(0), **by_model("Sampling temperature; 0: greedy", 0.8))]
 TopKOption = Annotated[int, option("--top-k", min=0, **by_model("Sample from the k likeliest tokens; 0: from all", 40))]

@@ -52,8 +52,9 @@ def calibrate(
         engine = llama.loaded.engine
         chunks = chunks_of(llama.tokenizer, text, context)[: max(1, CALIBRATION_TOKENS // context)]
         linears = split_at_linears(engine.model.layer_dispatches(context))
+        engine.reserve(llama.sequence, context)
         for i, ids in enumerate(chunks):
-            engine.model.step.write([Segment(0, 0, ids)], engine.cache.capacity, engine.cache.slots)
+            engine.model.write_step([Segment(0, 0, ids)])
             for before, linear in linears:
                 engine.recorder.submit([Step(before, len(ids))])
                 assert isinstance(linear.shape, Linear)
@@ -144,12 +145,15 @@ def log_probs(engine: Engine, ids: list[int], rows: int) -> Iterator[tuple[range
     sequence = TokenSequence()
     scoring = engine.model.score_plan(engine.score_rows)
     logits_buffer = next(d.bindings["logits"] for d in scoring.dispatches if d.kernel == "log_prob")
-    for start in range(0, len(ids), rows):
-        piece = ids[start : start + rows]
-        engine.log_probs(sequence, piece)
-        positions = range(max(start, len(ids) // 2), min(start + len(piece), len(ids) - 1))
-        if positions:
-            logits = read_rows(engine.gpu, logits_buffer, len(piece), engine.config.vocab)
-            logits = logits[positions.start - start : positions.stop - start]
-            logits = logits - logits.max(axis=1, keepdims=True)
-            yield positions, logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    try:
+        for start in range(0, len(ids), rows):
+            piece = ids[start : start + rows]
+            engine.log_probs(sequence, piece)
+            positions = range(max(start, len(ids) // 2), min(start + len(piece), len(ids) - 1))
+            if positions:
+                logits = read_rows(engine.gpu, logits_buffer, len(piece), engine.config.vocab)
+                logits = logits[positions.start - start : positions.stop - start]
+                logits = logits - logits.max(axis=1, keepdims=True)
+                yield positions, logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    finally:
+        engine.discard(sequence)

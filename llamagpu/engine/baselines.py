@@ -19,7 +19,7 @@ ATTEND_STRIDED: Route[Attention] = Route(
     lambda s, c: s.head_dim % 4 == 0 and s.head_dim <= 256,
     "baseline",
     lambda s, c, caps, rows, position: (s.heads, rows, 1),
-    (Role.KV4,),
+    (Role.KV4, Role.PAGES),
 )
 NORM_PLAIN: Route[RowWise] = Route(
     "rms_norm_plain", lambda s, c: s.width % 4 == 0, "baseline", routes.row_grid, (Role.REDUCE,)

@@ -28,24 +28,21 @@ def decode(engine: "Engine", sequence: Sequence, greedy: bool, most: int | None 
     While the consumer reads the tokens of one submission, the next ones run or are queued. When the consumer stops,
     tokens that it has not read are dropped: the sequence holds the yielded tokens except the last one.
     """
-    model, cache, recorder = engine.model, engine.cache, engine.recorder
+    model, recorder = engine.model, engine.recorder
     sample = model.sample_plan(greedy)
+    engine.reserve_ahead(sequence, len(sequence))
     # the first token is sampled from the present logits, those of the last row
     model.write_step([Segment(sequence.slot, len(sequence) - 1, sequence.ids[-1:])])
     pending: deque[tuple[Pending, int]] = deque()
     pending.append((recorder.submit([Step(sample)], model.sampler.ring), 1))
     ahead = len(sequence)  # positions that are filled or being filled
     end = engine.settings.context if most is None else min(engine.settings.context, ahead + most - 1)
+    begun = ahead - 1  # the first token is in the ring where this position is
     sampled, size, step_s, last = 0, engine.tokens_per_submit, 0.0, time.perf_counter()
     try:
         while True:
             while len(pending) < SUBMISSIONS_IN_FLIGHT and (count := min(size, end - ahead)):
-                if ahead + count > cache.capacity:
-                    if pending:
-                        break  # the cache can grow only when nothing is in flight
-                    cache.reserve(ahead + count)
-                    model.step.write_capacity(cache.capacity)
-                    sample = model.sample_plan(greedy)
+                engine.reserve_ahead(sequence, ahead + count)
                 steps = decode_steps(engine, ahead, count, sample)
                 pending.append((recorder.submit(steps, model.sampler.ring, ahead=True), count))
                 ahead += count
@@ -65,7 +62,7 @@ def decode(engine: "Engine", sequence: Sequence, greedy: bool, most: int | None 
                 engine.tokens_per_submit = size
             last = now
             for i in range(sampled, sampled + count):
-                token = int(ring[sequence.slot * model.sampler.ring_words + i % RING])
+                token = int(ring[sequence.slot * model.sampler.ring_words + (begun + i) % RING])
                 yield token
                 sequence.ids.append(token)
             sampled += count

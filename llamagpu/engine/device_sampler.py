@@ -43,14 +43,16 @@ class DeviceSampler:
         """Index of the word of `ring` that tells whether a grid barrier has timed out."""
         return self.slots * RING_WORDS + 1
 
-    def configure(self, slot: int, sampling: Sampling, prompt: Items[int]) -> None:
-        """Set the parameters of a sequence that begins to decode after `prompt`."""
+    def configure(self, slot: int, sampling: Sampling, prompt: Items[int], position: int) -> None:
+        """Set the parameters of a sequence that begins to decode after `prompt`, from the logits of `position`."""
         s = sampling
         seed = np.random.default_rng().integers(1 << 32) if s.seed is None else s.seed
         last_n = s.repeat_last_n if s.repeat_penalty != 1.0 else 0
         cold = s.temperature <= 0  # take the likeliest token after the penalty
         floats = np.array([1.0 if cold else s.temperature, s.top_p, s.min_p, s.repeat_penalty], np.float32)
-        integers = np.array([1 if cold else s.top_k, int(seed) & 0xFFFFFFFF, last_n, 0], np.uint32)
+        integers = np.array(
+            [1 if cold else s.top_k, int(seed) & 0xFFFFFFFF, last_n, -position % max(last_n, 1)], np.uint32
+        )
         words = np.concatenate([floats.view(np.uint32), integers])
         self.gpu.write(self.settings, words, offset=slot * SETTING_WORDS * 4)
         if last_n:

@@ -16,6 +16,7 @@ from llamagpu.engine.fused_decode import can_fuse, timed_out, weights_fit
 from llamagpu.engine.kv_cache import BufferKvCache, KvCache, TextureKvCache
 from llamagpu.engine.model import BufferModel, Model
 from llamagpu.engine.options import Backend, Precision, Settings
+from llamagpu.engine.pages import PAGE
 from llamagpu.engine.sampler import Sampling
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import MAX_ROWS, Segment
@@ -80,19 +81,56 @@ class Engine:
         """Free model and cache; the caller owns the weights."""
         self.freed = True
         self.model.free()
-        self.gpu.free(*self.cache.resources(), self.cache.rope)
+        self.gpu.free(*self.cache.resources())
 
-    # Prefill
+    # Pages of sequences
+
+    def begin(self, sequence: Sequence, ids: Items[int]) -> int:
+        """Start the sequence anew with what pages of the KV cache hold of `ids`; return how many that are."""
+        self._settle(sequence)
+        return self.cache.begin(sequence, ids)
+
+    def end(self, sequence: Sequence) -> None:
+        """Give the pages of the sequence back; a later one that begins with the same ids finds them."""
+        self._settle(sequence)
+        self.cache.end(sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Give the pages of the sequence back; nobody finds what they hold."""
+        sequence.truncate(0)
+        self.unchecked.discard(sequence)
+        self.cache.end(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """What others may find is right."""
+        if sequence.checked < len(sequence):
+            self.unchecked.add(sequence)
+            self.check()
 
     def reserve(self, sequence: Sequence, tokens: int) -> None:
-        """Reserve positions for `tokens` more. More than the context holds is refused."""
+        """Reserve pages for `tokens` more. More than the context holds is refused."""
         wanted, context = len(sequence) + tokens, self.settings.context
         if wanted > context:
             raise DoesNotFit(
                 f"the context holds {context} tokens: {len(sequence)} are in it and {tokens} more were given",
                 "use a larger -c, or a shorter prompt",
             )
-        self.cache.reserve(wanted)
+        self._reserve(sequence, wanted)
+
+    def reserve_ahead(self, sequence: Sequence, positions: int) -> None:
+        """Reserve pages for so many positions and the next one, whose cell sampling looks up."""
+        self._reserve(sequence, min(positions + 1, self.settings.context))
+
+    def _reserve(self, sequence: Sequence, positions: int) -> None:
+        if not self.cache.reserve(sequence, positions):
+            pool = self.cache.pool
+            raise DoesNotFit(
+                f"{positions} positions need {-(-positions // PAGE)} pages of the KV cache: it has {pool.count}, "
+                f"{pool.available} of them free",
+                "use a larger -c or --kv-memory, or end other sequences",
+            )
+
+    # Prefill
 
     def prefill(self, sequence: Sequence, ids: Items[int], progress: Progress | None = None) -> None:
         """Append ids to the sequence and compute the logits of the last one."""
@@ -221,21 +259,20 @@ class Engine:
 
     def _without_subgroups(self) -> None:
         """Build model and KV cache anew: the cache may hold numbers that are none, which spoil what they touch."""
-        capacity = self.cache.capacity
+        self.unchecked |= self.cache.sequences
         self.model.free()
-        self.gpu.free(*self.cache.resources(), self.cache.rope)
+        self.gpu.free(*self.cache.resources())
         self.cache = self._build_cache()
-        self.cache.grow(capacity)
         self.model = self._build_model(self.cache)
         for sequence in self.unchecked:
-            sequence.checked = 0
+            sequence.pages, sequence.checked = [], 0
 
     def _recompute(self, sequence: Sequence) -> None:
         """Everything after the checked tokens; at least the last one, for its logits. A few as decode computes them."""
         first = max(0, min(sequence.checked, len(sequence) - 1))
         ids = sequence.ids[first:]
         sequence.truncate(first)
-        self.cache.clear(sequence.slot, first)
+        self.cache.clear(sequence, first)
         rows = 1 if len(ids) <= MAX_DECODED_AGAIN else self.model.chunk
         for start in range(0, len(ids), rows):
             self.prefill(sequence, ids[start : start + rows])
@@ -263,7 +300,8 @@ class Engine:
         begun = len(sequence)
 
         def configure() -> None:
-            self.model.sampler.configure(sequence.slot, sampling, [*prompt, *sequence.ids[begun:]])
+            recent = [*prompt, *sequence.ids[begun:]]
+            self.model.sampler.configure(sequence.slot, sampling, recent, len(sequence) - 1)
 
         return self._decode(sequence, most, configure=configure)
 

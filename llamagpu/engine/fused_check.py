@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from llamagpu.engine.model import BufferModel
 from llamagpu.engine.options import KvType, Precision
+from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import Segment
 from llamagpu.errors import LlamaGpuError
 from llamagpu.files.atomic import atomic_write
@@ -62,12 +63,14 @@ def largest_nmse(engine: "Engine", model: BufferModel) -> float:
 
 def numbers(engine: "Engine") -> list[NDArray[np.float32]]:
     """Logits of tokens at the first positions and at the last ones, then keys and values of the first."""
-    cache, capacity = engine.cache, engine.cache.capacity
-    found = []
-    for position in sorted({*range(min(FIRST_POSITIONS, capacity)), capacity // 2, capacity - 1}):
+    cache, positions, sequence, found = engine.cache, engine.cache.positions, Sequence(), []
+    cache.reserve(sequence, positions)
+    for position in sorted({*range(min(FIRST_POSITIONS, positions)), positions // 2, positions - 1}):
         engine.model.write_step([Segment(0, position, [position % engine.config.vocab])])
         engine.recorder.submit([Step(engine.model.plan(1, position), 1, position)])
         found.append(engine.gpu.read(engine.model.logits, np.float32, engine.config.vocab))
     dtype = np.float16 if cache.kv_type is KvType.F16 else np.float32
-    rows = cache.read(0, min(FIRST_POSITIONS, capacity))
-    return found + [row.view(dtype).astype(np.float32) for row in rows]
+    rows = cache.read(sequence, min(FIRST_POSITIONS, positions))
+    found += [row.view(dtype).astype(np.float32) for row in rows]
+    cache.end(sequence)
+    return found

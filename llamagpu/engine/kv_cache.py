@@ -1,7 +1,11 @@
-"""The KV cache: keys and values of every layer, and the RoPE table of the same positions."""
+"""The KV cache: keys and values of every layer in pages that sequences share, and the RoPE table.
+
+All pages are allocated at once. A position of a sequence is a cell of one of its pages, in all layers the same one.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,37 +13,45 @@ from numpy.typing import NDArray
 
 from llamagpu.engine import routes
 from llamagpu.engine.options import Backend, KvType, Settings
+from llamagpu.engine.page_table import PageTable
+from llamagpu.engine.pages import PAGE, PagePool
+from llamagpu.engine.sequence import Sequence
 from llamagpu.errors import DoesNotFit
 from llamagpu.files.config import ModelConfig, rope_table
 from llamagpu.gpu.buffers import ALIGN, TEXEL_BYTES, Bindable, Buffer, BufferRange, Texture, padded_ranges
-from llamagpu.gpu.device import Gpu
+from llamagpu.gpu.device import Gpu, Texels
 from llamagpu.gpu.shaders import constants
 
-TEXTURE_ROWS = constants("attend_texture")["TEXTURE_ROWS"]  # positions below each other in a cache texture
-POSITION_MULTIPLE = 4  # a head is whole 16-byte words for every head_dim, and scores are whole texels
+TEXTURE_ROWS = constants("attend_texture")["TEXTURE_ROWS"]  # cells below each other in a cache texture
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """[slots, kv_heads, capacity, head_dim] each."""
+    """[kv_heads, capacity, head_dim] each."""
 
     keys: BufferRange
     values: BufferRange
 
 
 class KvCache(ABC):
-    """Keys and values of `slots` sequences, `capacity` positions each. It grows by copying."""
+    """`capacity` cells, in pages. The backends allocate them and move their contents."""
 
     def __init__(
         self, gpu: Gpu, config: ModelConfig, settings: Settings, freq_factors: NDArray[np.floating] | None
     ) -> None:
-        self.gpu, self.config, self.settings, self.freq_factors = gpu, config, settings, freq_factors
-        self.slots = settings.slots
-        self.capacity = 0
-        self.version = 0  # changes with the buffers: plans that bind them are rebuilt
-        self.rope: Buffer  # [capacity, rope_dims/2] (cos, sin)
-        self.grow(settings.capacity)
+        self.gpu, self.config, self.settings = gpu, config, settings
+        self.pool = PagePool(-(-settings.capacity // PAGE))
+        self.capacity = self.pool.count * PAGE
+        self.positions = min(settings.context, self.capacity)  # that a sequence can have
+        self.sequences: set[Sequence] = set()  # that hold pages
+        self.check_positions()
+        self._allocate()
+        self.table = PageTable(gpu, settings.slots, self.positions, self.capacity)
+        # [positions, rope_dims/2] (cos, sin)
+        self.rope: Buffer = gpu.zeros(4 * self.positions * config.rope_dims, "rope")
+        if not gpu.dry:
+            gpu.write(self.rope, rope_table(config, freq_factors, self.positions))
 
     @property
     def kv_type(self) -> KvType:
@@ -48,69 +60,153 @@ class KvCache(ABC):
     @property
     def position_bytes(self) -> int:
         """Keys and values of one position in all layers."""
-        return 2 * self.config.layers * self.config.kv_width * self.kv_type.nbytes
+        return position_bytes(self.config, self.kv_type)
 
-    def reserve(self, length: int) -> None:
-        """Reserve `length` positions for a sequence. If the capacity must grow, it at least doubles."""
-        if length > self.capacity:
-            self.grow(min(self.settings.context, max(length, 2 * self.capacity)))
+    def resources(self) -> list[Bindable]:
+        """Every buffer and texture, once."""
+        return [*self._storage(), self.rope, self.table.buffer]
 
-    def grow(self, positions: int) -> None:
-        """Grow the capacity to `positions` and keep the contents."""
-        if positions <= self.capacity:
-            return
-        self.check_positions(positions)
-        capacity = -(-positions // POSITION_MULTIPLE) * POSITION_MULTIPLE
-        adopt = self._enlarge(capacity)
-        rope = self.gpu.zeros(4 * capacity * self.config.rope_dims, "rope")
-        if not self.gpu.dry:
-            self.gpu.write(rope, rope_table(self.config, self.freq_factors, capacity))
-        old = [*self.resources(), self.rope] if self.capacity else []
-        adopt()  # and the next line: a Ctrl-C leaves either the old cache or the new one, complete
-        self.rope, self.capacity, self.version = rope, capacity, self.version + 1
-        self.gpu.free(*old)
-
-    def check_positions(self, positions: int) -> None:
+    def check_positions(self) -> None:
         """Refuse more positions than the adapter's kernels can look back over, or than fit a RoPE table."""
         row_bytes, binding = 4 * self.config.rope_dims, self.gpu.caps.binding_bytes
-        if positions * row_bytes > binding:
-            cause = f"a context of {positions} needs {positions * row_bytes >> 20} MiB of RoPE table"
+        if self.positions * row_bytes > binding:
+            cause = f"a context of {self.positions} needs {self.positions * row_bytes >> 20} MiB of RoPE table"
             holds = f", and a binding of this adapter holds {binding >> 20} MiB"
-            fitting = binding // row_bytes // POSITION_MULTIPLE * POSITION_MULTIPLE
-            raise DoesNotFit(cause + holds, f"use -c {fitting} or less")
+            raise DoesNotFit(cause + holds, f"use -c {binding // row_bytes // PAGE * PAGE} or less")
         textures = self.settings.backend is Backend.TEXTURES
         most = routes.max_positions(self.config.head_dim, self.gpu.caps, textures)
-        if most and positions > most:
-            cause = f"a context of {positions} is more than a CPU adapter can do with this model"
+        if most and self.positions > most:
+            cause = f"a context of {self.positions} is more than a CPU adapter can do with this model"
             raise DoesNotFit(cause, f"use -c {most} or less")
+
+    # Pages of sequences
+
+    def begin(self, sequence: Sequence, ids: Items[int]) -> int:
+        """Start the sequence anew with the longest prefix of `ids` that pages hold; return its length.
+
+        The last id is left to be computed, for its logits.
+        """
+        self.end(sequence)
+        prefix = self.pool.find(ids[:-1])
+        found, used = prefix.positions, prefix.positions % PAGE
+        pages = list(prefix.pages[: found // PAGE])
+        self.pool.hold(pages)
+        if used:
+            last = self._unfinished(prefix.pages[-1], used)
+            pages += last
+            found -= 0 if last else used
+        sequence.ids, sequence.pages, sequence.checked = list(ids[:found]), pages, found
+        self.sequences.add(sequence)
+        return found
+
+    def _unfinished(self, page: int, used: int) -> list[int]:
+        """A page to go on writing to after the first `used` positions of this one; none if there is no room.
+
+        It is this one if nobody holds it, and what else is in it need not stay; or a copy.
+        """
+        pool = self.pool
+        diverges = len(pool.contents[page].ids) > used
+        if not pool.holders[page] and not (diverges and pool.free):
+            pool.hold([page])
+            if diverges:
+                pool.forget(page)
+            return [page]
+        taken = pool.take(1) or []
+        for copy in taken:
+            self.copy_page(page, copy)
+        return taken
+
+    def reserve(self, sequence: Sequence, positions: int) -> bool:
+        """Pages for so many positions of the sequence, and their places in the page table; whether there were enough.
+
+        What is written next, after the ids of the sequence, is in pages that no other sequence reads or finds.
+        """
+        self.sequences.add(sequence)
+        if not self._make_writable(sequence):
+            return False
+        missing = -(-positions // PAGE) - len(sequence.pages)
+        if missing > 0:
+            if missing > self.pool.available:
+                self.pool.recount(page for other in self.sequences for page in other.pages)
+            taken = self.pool.take(missing)
+            if taken is None:
+                return False
+            sequence.pages += taken
+        self.table.assign(sequence.slot, sequence.pages)
+        return True
+
+    def _make_writable(self, sequence: Sequence) -> bool:
+        """Needed where the sequence was cut short, or can be found: its pages may hold more than its ids."""
+        pool, pages = self.pool, sequence.pages
+        first, used = divmod(len(sequence), PAGE)
+        for number in range(first, len(pages)):
+            page, kept = pages[number], used if number == first else 0
+            if pool.holders[page] > 1:
+                taken = pool.take(1)
+                if taken is None:
+                    return False
+                if kept:
+                    self.copy_page(page, taken[0])
+                pages[number] = taken[0]
+                pool.release([page])
+            elif page in pool.contents and len(pool.contents[page].ids) > kept:
+                pool.forget(page)
+        return True
+
+    def record(self, sequence: Sequence, rests: bool = False) -> None:
+        """Let others find the full pages of a sequence; if it rests, the last one too."""
+        length = sequence.checked if rests else sequence.checked // PAGE * PAGE
+        self.pool.record(sequence.pages, sequence.ids[:length])
+
+    def end(self, sequence: Sequence) -> None:
+        """Give its pages back. What they hold can be found until their place is needed."""
+        self.record(sequence, rests=True)
+        self.sequences.discard(sequence)
+        pages, sequence.pages = sequence.pages, []
+        self.pool.release(pages)
+        sequence.truncate(0)
+
+    def runs(self, sequence: Sequence, count: int) -> list[tuple[int, int]]:
+        """The first `count` positions as runs of neighbouring cells: (first cell, cells)."""
+        found: list[tuple[int, int]] = []
+        for number in range(-(-count // PAGE)):
+            cell, cells = sequence.pages[number] * PAGE, min(PAGE, count - number * PAGE)
+            if found and sum(found[-1]) == cell and cell % TEXTURE_ROWS:
+                found[-1] = found[-1][0], found[-1][1] + cells
+            else:
+                found.append((cell, cells))
+        return found
 
     # Implemented by the backends
 
     @abstractmethod
-    def resources(self) -> Sequence[Bindable]:
-        """The buffers or textures of the cache, each once; without the RoPE table."""
+    def _allocate(self) -> None: ...
 
     @abstractmethod
-    def read(self, slot: int, count: int) -> Iterator[Bytes]:
+    def _storage(self) -> Items[Bindable]:
+        """The buffers or textures of keys and values, and what copying them needs."""
+
+    @abstractmethod
+    def copy_page(self, source: int, target: int) -> None: ...
+
+    @abstractmethod
+    def read(self, sequence: Sequence, count: int) -> Iterator[Bytes]:
         """The bytes of the first `count` positions of a sequence, a piece at a time."""
 
     @abstractmethod
-    def write(self, slot: int, count: int, take: Callable[[int], Bytes]) -> None:
-        """Restore the bytes of `read`: `take(n)` returns the next n of them."""
+    def write(self, sequence: Sequence, count: int, take: Callable[[int], Bytes]) -> None:
+        """Restore the bytes of `read` into reserved pages: `take(n)` returns the next n of them."""
 
     @abstractmethod
-    def clear(self, slot: int, first: int) -> None:
-        """Zero the positions of a sequence from `first` on: NaN spoils what it is multiplied with."""
-
-    @abstractmethod
-    def _enlarge(self, capacity: int) -> Callable[[], None]:
-        """Allocate larger buffers and copy the positions. Return a function that switches to them."""
+    def clear(self, sequence: Sequence, first: int) -> None:
+        """Zero the cells of a sequence from position `first` on: NaN spoils what it is multiplied with."""
 
 
 class BufferKvCache(KvCache):
     """Buffers by layer. With `fused`, as many layers as a binding holds are in one buffer, for fused decode."""
 
     layers: list[LayerCache]
+    spare: Buffer  # a page of one layer: no buffer can be copied to itself
 
     def __init__(
         self,
@@ -123,121 +219,128 @@ class BufferKvCache(KvCache):
         self.fused = fused
         super().__init__(gpu, config, settings, freq_factors)
 
-    def resources(self) -> Sequence[Bindable]:
-        ranges = [cache_range for layer in self.layers for cache_range in (layer.keys, layer.values)]
-        return list({id(cache_range.buffer): cache_range.buffer for cache_range in ranges}.values())
-
     @property
     def row_bytes(self) -> int:
         """Keys, or values, of one position and head."""
         return self.config.head_dim * self.kv_type.nbytes
 
-    def _enlarge(self, capacity: int) -> Callable[[], None]:
-        layers = self._allocate(capacity)
-        if self.capacity:
-            self._copy_to(layers, capacity)
+    def _storage(self) -> Items[Bindable]:
+        ranges = [cache_range for layer in self.layers for cache_range in (layer.keys, layer.values)]
+        return [*{id(cache_range.buffer): cache_range.buffer for cache_range in ranges}.values(), self.spare]
 
-        def adopt() -> None:
-            self.layers = layers
-
-        return adopt
-
-    def _allocate(self, capacity: int) -> list[LayerCache]:
-        size, binding = self.slots * self.config.kv_heads * capacity * self.row_bytes, self.gpu.caps.binding_bytes
+    def _allocate(self) -> None:
+        cell_bytes, binding = self.config.kv_heads * self.row_bytes, self.gpu.caps.binding_bytes
+        size = cell_bytes * self.capacity
         if size > binding:
-            most = binding // (size // capacity) // POSITION_MULTIPLE * POSITION_MULTIPLE
             raise DoesNotFit(
-                f"a context of {capacity} needs {size >> 20} MiB of cache per layer, "
+                f"a context of {self.settings.capacity} needs {size >> 20} MiB of cache per layer, "
                 f"and a binding of this adapter holds {binding >> 20} MiB",
-                f"use -c {most} or less" + (", or an f16 cache (-ctk f16)" if self.kv_type is KvType.F32 else ""),
+                f"use -c {binding // cell_bytes // PAGE * PAGE} or less"
+                + (", or an f16 cache (-ctk f16)" if self.kv_type is KvType.F32 else ""),
             )
-        found: list[LayerCache] = []
+        self.layers = []
         largest = min(binding, self.gpu.limits["max-buffer-size"] - 2 * ALIGN)
         layers_per_buffer = max(1, largest // size) if self.fused else 1
         for start in range(0, self.config.layers, layers_per_buffer):
             sizes = [size] * min(layers_per_buffer, self.config.layers - start)
             keys, values = (padded_ranges(self.gpu, sizes, label) for label in ("k_cache", "v_cache"))
-            found += [LayerCache(k, v) for k, v in zip(keys, values, strict=True)]
-        return found
+            self.layers += [LayerCache(k, v) for k, v in zip(keys, values, strict=True)]
+        self.spare = self.gpu.zeros(2 * PAGE * cell_bytes, "spare page")
 
-    def _copy_to(self, layers: list[LayerCache], capacity: int) -> None:
-        size, target_size = self.capacity * self.row_bytes, capacity * self.row_bytes
-        copies = []
-        for before, after in zip(self.layers, layers, strict=True):
-            for source, target in ((before.keys, after.keys), (before.values, after.values)):
-                for head in range(self.slots * self.config.kv_heads):
-                    from_range = BufferRange(source.buffer, source.offset + head * size, size)
-                    to_range = BufferRange(target.buffer, target.offset + head * target_size, size)
-                    copies.append((from_range, to_range))
+    def copy_page(self, source: int, target: int) -> None:
+        size, heads, copies = PAGE * self.row_bytes, 2 * self.config.kv_heads, list[tuple[BufferRange, BufferRange]]()
+        spare = [BufferRange(self.spare, i * size, size) for i in range(heads)]
+        sources, targets = ([*self._cells([(page * PAGE, PAGE)])] for page in (source, target))
+        for layer in range(0, len(sources), heads):
+            for i, place in enumerate(spare):
+                copies.append((sources[layer + i][0], place))
+            for i, place in enumerate(spare):
+                copies.append((place, targets[layer + i][0]))
         self.gpu.copy(copies)
 
-    def read(self, slot: int, count: int) -> Iterator[Bytes]:
-        for cache_range, offset in self._heads(slot):
-            yield self.gpu.read(cache_range, np.uint8, count * self.row_bytes, offset)
+    def read(self, sequence: Sequence, count: int) -> Iterator[Bytes]:
+        for parts in self._cells(self.runs(sequence, count)):
+            yield self.gpu.gather(parts)
 
-    def write(self, slot: int, count: int, take: Callable[[int], Bytes]) -> None:
-        for cache_range, offset in self._heads(slot):
-            self.gpu.write(cache_range, take(count * self.row_bytes), offset)
+    def write(self, sequence: Sequence, count: int, take: Callable[[int], Bytes]) -> None:
+        for parts in self._cells(self.runs(sequence, count)):
+            for part in parts:
+                self.gpu.write(part, take(part.size))
 
-    def clear(self, slot: int, first: int) -> None:
-        size = (self.capacity - first) * self.row_bytes
-        start = first * self.row_bytes
-        heads = ((cache_range.buffer, cache_range.offset + offset) for cache_range, offset in self._heads(slot))
-        self.gpu.clear([BufferRange(buffer, offset + start, size) for buffer, offset in heads] if size else [])
+    def clear(self, sequence: Sequence, first: int) -> None:
+        numbers = range(first // PAGE, len(sequence.pages))
+        starts = ((sequence.pages[number], max(0, first - number * PAGE)) for number in numbers)
+        own = [(page * PAGE + start, PAGE - start) for page, start in starts if self.pool.holders[page] == 1]
+        self.gpu.clear([part for parts in self._cells(own) for part in parts])
 
-    def _heads(self, slot: int) -> Iterator[tuple[BufferRange, int]]:
-        """Where the positions of each head begin: range, offset in it."""
+    def _cells(self, runs: Items[tuple[int, int]]) -> Iterator[list[BufferRange]]:
+        """The runs of cells in each layer, keys and values, and head."""
+        size = self.row_bytes
         for layer in self.layers:
             for cache_range in (layer.keys, layer.values):
                 for head in range(self.config.kv_heads):
-                    yield cache_range, (slot * self.config.kv_heads + head) * self.capacity * self.row_bytes
+                    first = cache_range.offset + head * self.capacity * size
+                    yield [BufferRange(cache_range.buffer, first + cell * size, cells * size) for cell, cells in runs]
 
 
 class TextureKvCache(KvCache):
-    """One f32 texture for each layer: a position is a row; after TEXTURE_ROWS rows the next columns follow."""
+    """One f32 texture for each layer: a cell is a row; after TEXTURE_ROWS rows the next columns follow."""
 
     textures: list[Texture]
-    scores: Texture  # [heads, capacity] of one token
+    scores: Texture  # [heads, positions] of one token
+    spare: Texture  # a page of one layer: no texture can be copied to itself
 
     @property
     def texels(self) -> int:
-        """Keys and values of one position."""
+        """Keys and values of one cell."""
         return 2 * self.config.kv_width // 4
 
-    def resources(self) -> Sequence[Bindable]:
-        return [*self.textures, self.scores]
+    def _storage(self) -> Items[Bindable]:
+        return [*self.textures, self.scores, self.spare]
 
-    def _enlarge(self, capacity: int) -> Callable[[], None]:
-        blocks = self.slots * -(-capacity // TEXTURE_ROWS)
-        size = blocks * self.texels, min(capacity, TEXTURE_ROWS)
-        textures = [self.gpu.texture(*size, f"cache {i}") for i in range(self.config.layers)]
-        vec4s = capacity // 4
+    def _allocate(self) -> None:
+        size = -(-self.capacity // TEXTURE_ROWS) * self.texels, min(self.capacity, TEXTURE_ROWS)
+        self.textures = [self.gpu.texture(*size, f"cache {i}") for i in range(self.config.layers)]
+        vec4s = -(-self.positions // 4)
         width, height = min(vec4s, TEXTURE_ROWS), -(-vec4s // TEXTURE_ROWS) * self.config.heads
-        scores = self.gpu.texture(width, height, "scores")
-        if self.capacity:
-            assert self.slots == 1, "columns of several slots would have to move apart"
-            self.gpu.copy_textures(list(zip(self.textures, textures, strict=True)))
+        self.scores = self.gpu.texture(width, height, "scores")
+        self.spare = self.gpu.texture(self.texels, PAGE, "spare page")
 
-        def adopt() -> None:
-            self.textures, self.scores = textures, scores
+    def _at(self, cell: int) -> tuple[int, int]:
+        """Column and row of a cell."""
+        return cell // TEXTURE_ROWS * self.texels, cell % TEXTURE_ROWS
 
-        return adopt
+    def copy_page(self, source: int, target: int) -> None:
+        copies: list[tuple[Texels, Texels]] = []
+        for texture in self.textures:
+            copies.append(((texture, *self._at(source * PAGE)), (self.spare, 0, 0)))
+            copies.append(((self.spare, 0, 0), (texture, *self._at(target * PAGE))))
+        self.gpu.copy_texels(copies, self.texels, PAGE)
 
-    def read(self, slot: int, count: int) -> Iterator[Bytes]:
-        for texture, x, rows in self._columns(slot, count):
-            yield self.gpu.read_texture(texture, x, self.texels, rows)
+    def read(self, sequence: Sequence, count: int) -> Iterator[Bytes]:
+        for texture in self.textures:
+            for cell, rows in self.runs(sequence, count):
+                x, y = self._at(cell)
+                yield self.gpu.read_texture(texture, x, self.texels, rows, y)
 
-    def write(self, slot: int, count: int, take: Callable[[int], Bytes]) -> None:
-        for texture, x, rows in self._columns(slot, count):
-            data = take(TEXEL_BYTES * self.texels * rows).view(np.uint32)
-            self.gpu.write_texture(texture, data.reshape(rows, self.texels, 4), x)
+    def write(self, sequence: Sequence, count: int, take: Callable[[int], Bytes]) -> None:
+        for texture in self.textures:
+            for cell, rows in self.runs(sequence, count):
+                data = take(TEXEL_BYTES * self.texels * rows).view(np.uint32)
+                self.gpu.write_texture(texture, data.reshape(rows, self.texels, 4), *self._at(cell))
 
-    def clear(self, slot: int, first: int) -> None:
+    def clear(self, sequence: Sequence, first: int) -> None:
         """Nothing to do: only fused decode leaves such numbers, and textures are not fused."""
 
-    def _columns(self, slot: int, count: int) -> Iterator[tuple[Texture, int, int]]:
-        """The regions of the first `count` positions: texture, first column, rows."""
-        first = slot * -(-self.capacity // TEXTURE_ROWS)
-        for texture in self.textures:
-            for start in range(0, count, TEXTURE_ROWS):
-                yield texture, (first + start // TEXTURE_ROWS) * self.texels, min(TEXTURE_ROWS, count - start)
+
+def position_bytes(config: ModelConfig, kv_type: KvType) -> int:
+    """Keys and values of one position in all layers."""
+    return 2 * config.layers * config.kv_width * kv_type.nbytes
+
+
+def most_cells(config: ModelConfig, kv_type: KvType, backend: Backend, gpu: Gpu) -> int:
+    """Cells that bindings and textures of the adapter can hold, in whole pages."""
+    if backend is Backend.TEXTURES:
+        return gpu.limits["max-texture-dimension-2d"] * 4 // (2 * config.kv_width) * TEXTURE_ROWS
+    head_bytes = max(config.head_dim * kv_type.nbytes, routes.int8_position_bytes(config.head_dim))
+    return gpu.caps.binding_bytes // (config.kv_heads * head_bytes) // PAGE * PAGE

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from llamagpu.engine import routes
 from llamagpu.engine.engine import Engine
 from llamagpu.engine.fused_decode import can_fuse
-from llamagpu.engine.kv_cache import POSITION_MULTIPLE
+from llamagpu.engine.kv_cache import most_cells, position_bytes
 from llamagpu.engine.memory import MemoryPlan, loading_bytes, memory_limit
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision, Settings
+from llamagpu.engine.pages import PAGE
 from llamagpu.engine.precision import resolve_precision
 from llamagpu.engine.synthetic import SyntheticFile
 from llamagpu.engine.weights import Weights, WeightTarget, allocate_weights, load_weights
@@ -33,7 +34,9 @@ from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.dry_gpu import DryGpu
 from llamagpu.gpu.timing import wait_idle
 
-FIRST_CAPACITY = 1024  # positions that the KV cache starts with when no context is given; it doubles as the text grows
+KV_BYTES = 2 << 30  # of the KV cache when neither context nor memory is given
+SOFTWARE_KV_BYTES = KV_BYTES // 4
+LEAST_CONTEXT = 1024  # where the memory is short, the default context is reduced down to this
 MIN_USEFUL_CONTEXT = 64
 Source = Path | str  # a file, or the name of a synthetic model
 Progress = Callable[[int, int], None]
@@ -107,10 +110,6 @@ class LoadedModel:
         check_memory(self.source, settings, gpu)
         return Engine(gpu, self.config, self.weights, settings, self.source.freq_factors)
 
-    def check_memory(self, capacity: int) -> MemoryPlan:
-        """The memory plan with a KV cache of `capacity` positions. It is refused if it does not fit."""
-        return check_memory(self.source, replace(self.settings, capacity=capacity), self.gpu, loading=False)
-
 
 def open_source(source: Source) -> ModelSource:
     """Open a file or a synthetic model and check that it can be run."""
@@ -147,11 +146,39 @@ def resolve(options: EngineOptions, source: ModelSource, gpu: Gpu) -> Settings:
         and routes.suits_textures(c.dim, c.ffn_dim, c.head_dim, c.rope_dims, layouts, caps)
     )
     backend = Backend.TEXTURES if textures else Backend.BUFFERS
+    kv_type = options.kv_type or (KvType.F32 if textures or not caps.native_f16 else KvType.F16)
     context = options.context or min(c.context, routes.max_positions(c.head_dim, caps, textures) or c.context)
-    better = KvType.F32 if textures or not caps.native_f16 else KvType.F16
+    capacity = context
+    if options.kv_memory or not options.context:
+        capacity = positions_in(options, c, kv_type, backend, gpu)
+        context, capacity = min(context, capacity), capacity if options.kv_memory else min(context, capacity)
     chunk = options.chunk or routes.default_chunk(caps, precision is Precision.FAST, textures)
-    capacity = context if options.context else min(context, FIRST_CAPACITY)
-    return Settings(precision, options.kv_type or better, backend, min(chunk, context), context, capacity)
+    return Settings(precision, kv_type, backend, min(chunk, context), context, capacity)
+
+
+def positions_in(options: EngineOptions, c: ModelConfig, kv_type: KvType, backend: Backend, gpu: Gpu) -> int:
+    """The positions that the memory of the KV cache holds, in whole pages. Fewer than the context are refused."""
+    default = SOFTWARE_KV_BYTES if gpu.software else KV_BYTES
+    each, memory = position_bytes(c, kv_type), options.kv_memory << 20 if options.kv_memory else default
+    held = min(memory // each // PAGE * PAGE, most_cells(c, kv_type, backend, gpu))
+    if held < (options.context or 1):
+        needed = -(-(options.context or PAGE) // PAGE) * PAGE * each
+        raise DoesNotFit(
+            f"a KV cache of {memory >> 20} MiB holds {held} positions",
+            f"use --kv-memory {-(-needed >> 20)} or more" + (f", or -c {held} or less" if held else ""),
+        )
+    return held
+
+
+def fitting(options: EngineOptions, settings: Settings, source: ModelSource, gpu: Gpu) -> Settings:
+    """The settings with as large a KV cache as the memory allows, where its size was left to us."""
+    least, limit = min(settings.context, LEAST_CONTEXT), memory_limit(gpu)
+    if options.context or options.kv_memory or not limit:
+        return settings
+    peak = plan_memory(source, settings, gpu).peak
+    short = -(-max(0, peak - limit) // position_bytes(source.config, settings.kv_type))
+    positions = max(least, (settings.capacity - short) // PAGE * PAGE) if peak > limit else settings.capacity
+    return replace(settings, context=positions, capacity=positions, chunk=min(settings.chunk, positions))
 
 
 def load_model(
@@ -173,7 +200,7 @@ def load_model(
         times.open_s, started = elapsed(started)
         owns_gpu = gpu is None
         gpu = gpu or undo.enter_context(closing(Gpu.open(options.device)))
-        settings = resolve(options, source, gpu)
+        settings = fitting(options, resolve(options, source, gpu), source, gpu)
         times.device_s, started = elapsed(started)
         memory = check_memory(source, settings, gpu, on_plan=on_plan)
         weights = load_source(source, settings, gpu, progress)
@@ -191,7 +218,7 @@ def plan_memory(source: ModelSource, settings: Settings, gpu: Gpu, loading: bool
     allocated = allocate_source(source, settings, dry)
     weight_bytes = dry.allocated_bytes
     cache = Engine(dry, source.config, allocated, settings, probe=False).cache
-    cache_bytes = sum(nbytes(resource) for resource in (*cache.resources(), cache.rope))
+    cache_bytes = sum(map(nbytes, cache.resources()))
     scratch_bytes = dry.allocated_bytes - weight_bytes - cache_bytes
     more = loading_bytes(allocated) if loading and gpu.software else 0
     return MemoryPlan(weight_bytes, cache_bytes, scratch_bytes, settings.capacity, more)
@@ -212,11 +239,11 @@ def check_memory(
         smaller = replace(settings, context=context, capacity=context, chunk=min(settings.chunk, context))
         return plan_memory(source, smaller, gpu, loading).peak
 
-    contexts = range(MIN_USEFUL_CONTEXT, settings.capacity, POSITION_MULTIPLE)
-    fitting = bisect_right(contexts, limit, key=total)
+    contexts = range(MIN_USEFUL_CONTEXT, settings.capacity, PAGE)
+    count = bisect_right(contexts, limit, key=total)
     raise DoesNotFit(
         f"the model needs {plan.peak / 2**20:,.1f} MiB and there are {limit / 2**20:,.1f} MiB",
-        f"use -c {contexts[fitting - 1]} or less" if fitting else "use a smaller model or quantisation",
+        f"use -c {contexts[count - 1]} or less" if count else "use a smaller model or quantisation",
     )
 
 

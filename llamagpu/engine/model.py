@@ -76,10 +76,9 @@ class Model(ABC):
         self.lanes = gpu.caps.subgroup  # of a subgroup, as the kernels assume
         self.step = StepInputs(gpu)
         self.head_step = StepInputs(gpu) if settings.slots > 1 else self.step  # of the output head: a row per segment
-        self.ops = Ops(gpu, self.step.buffer)
+        self.ops = Ops(gpu, self.step.buffer, cache.table.buffer)
         self.plans: dict[PlanKey, Plan] = {}
         self.score_buffers: list[Buffer] = []  # of score plans; no other plan needs the logits of all rows
-        self._planned_for = cache.version
         c, rows = config, settings.chunk
         self.logits = gpu.zeros(settings.slots * c.vocab * 4, "logits")  # [segments, vocab] of the last rows
         # [segments, candidates] (logit, id), at most one candidate per pair of logits
@@ -123,10 +122,10 @@ class Model(ABC):
 
     def write_step(self, segments: Items[Segment]) -> None:
         """Write the inputs of the next step."""
-        self.step.write(segments, self.cache.capacity, self.cache.slots)
+        self.step.write(segments, self.cache.table)
         if len(segments) > 1:
             last = [Segment(s.slot, s.position + len(s.tokens) - 1, s.tokens[-1:]) for s in segments]
-            self.head_step.write(last, self.cache.capacity, self.cache.slots)
+            self.head_step.write(last, self.cache.table)
 
     def head_buffers(self, segments: int) -> HeadBuffers:
         return HeadBuffers(self.logits, self.candidates, self.head_step.buffer, segments)
@@ -159,16 +158,9 @@ class Model(ABC):
         return self._cached(key, lambda: tagged([self.sample_dispatch(greedy, segments)], "sampling", None))
 
     def _cached(self, key: PlanKey, build: Callable[[], list[Dispatch]]) -> Plan:
-        if self._planned_for != self.cache.version:  # the KV cache has new buffers
-            self.clear_plans()
-            self.cache_changed()
-            self._planned_for = self.cache.version
         if key not in self.plans:
             self.plans[key] = Plan(build())
         return self.plans[key]
-
-    def cache_changed(self) -> None:  # noqa: B027
-        """The KV cache has grown: what has its size is allocated anew."""
 
     def score_buffer(self, values: int, label: str) -> Buffer:
         """f32 values that only a score plan needs."""
@@ -272,15 +264,10 @@ class BufferModel(Model):
 
     def _allocate_int8_kv(self) -> Buffer | None:
         """Keys and values of a layer for attend_int8, where it can run."""
-        shape, cache = attention_shape(self.config, 2, int8=self.int8_attention), self.cache
-        size = routes.int8_kv_bytes(shape, cache.slots, cache.capacity)
+        shape = attention_shape(self.config, 2, int8=self.int8_attention)
+        size = routes.int8_kv_bytes(shape, self.cache.capacity)
         fits = routes.int8_attention(shape, self.gpu.caps) and size <= self.gpu.caps.binding_bytes
         return self.gpu.zeros(size, "int8_kv") if fits else None
-
-    def cache_changed(self) -> None:
-        if self.int8_kv:
-            self.gpu.free(self.int8_kv)
-        self.int8_kv = self._allocate_int8_kv()
 
     def scratch(self) -> list[Bindable]:
         own: list[Bindable | None] = [self.x, self.h, self.q, self.act, self.h_int8, self.act_int8]

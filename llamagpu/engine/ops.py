@@ -142,11 +142,15 @@ def attention_shape(config: ModelConfig, m: int, segments: int = 1, bucket: int 
 class Ops:
     """Makes dispatches for one device.
 
-    All kernels read the token rows of a step from `step` (engine/step_inputs.py).
+    All kernels read the token rows of a step from `step` (engine/step_inputs.py). Those that use the KV cache find
+    its pages in `table` (engine/page_table.py).
     """
 
-    def __init__(self, gpu: Gpu, step: Buffer) -> None:
+    def __init__(self, gpu: Gpu, step: Buffer, table: Buffer | None = None) -> None:
         self.gpu, self.step = gpu, step
+        self.shared: dict[str, Bindable] = {"step": step}
+        if table is not None:
+            self.shared["table"] = table
         self.grids: dict[object, GridFunction] = {}  # layers share them
         self.scratch: list[Buffer] = []
         self._partial_sums: Buffer | None = None
@@ -191,6 +195,8 @@ class Ops:
                 names.append("stage_int8" if "STAGED" in route.consts else "stage_none")
             elif role is Role.TURN:
                 names.append("turn_row" if caps.measured_barrier else "turn_uniform")
+            elif role is Role.PAGES:
+                names.append("pages")
             elif role in (Role.KV4, Role.KV8):
                 names.append(f"{role}_{kv_type}")
         return tuple(dict.fromkeys(names))
@@ -249,7 +255,7 @@ class Ops:
         grid: Grid | GridFunction,
         shape: object,
     ) -> Dispatch:
-        bound = {"step": self.step} | dict(bindings)
+        bound = self.shared | dict(bindings)
         return self.gpu.dispatch(route.kernel, parts, consts, bound, grid, route.needs, shape)
 
     # Linears
@@ -527,11 +533,11 @@ class Ops:
         The token's embedding goes to x where `table`, the embedding, is in one shard that the kernel can read.
         """
         grid = (segments, 1, 1)
-        bound = {"step": self.step} | dict(bindings)
+        bound = self.shared | dict(bindings)
         if table is None or not self.embeds_next(table):
-            return self.gpu.dispatch(kernel, ("embed_next_none",), consts, bound, grid)
+            return self.gpu.dispatch(kernel, ("pages", "embed_next_none"), consts, bound, grid)
         shard = table.shards[0]
-        parts = (*self.parts(routes.EMBED[0], shard.layout.storage), "embed_next")
+        parts = ("pages", *self.parts(routes.EMBED[0], shard.layout.storage), "embed_next")
         return self.gpu.dispatch(kernel, parts, consts | shard.consts, bound | shard.bindings, grid)
 
     def log_prob(self, logits: Buffer, targets: Buffer, out: Buffer, vocab: int) -> Dispatch:

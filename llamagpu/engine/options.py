@@ -30,11 +30,12 @@ class EngineOptions:
     """How to open a model. None lets the adapter, or the model, decide."""
 
     device: str | None = None  # number or part of the name of an adapter, as in `llamagpu devices`
-    context: int | None = None  # positions; None: the cache grows with the text, up to the model's context
+    context: int | None = None  # most positions of a sequence; None: what the KV cache holds, up to the model's context
     chunk: int | None = None  # most token rows of one step
     kv_type: KvType | None = None
     precision: Precision | None = None
     backend: Backend | None = None
+    kv_memory: int | None = None  # MiB of the KV cache in all; None: of one sequence of `context`, or a default
 
     def __post_init__(self) -> None:
         for name, values in (("kv_type", KvType), ("precision", Precision), ("backend", Backend)):
@@ -55,5 +56,5 @@ class Settings:
     backend: Backend
     chunk: int  # most token rows of one step
     context: int  # most positions of a sequence
-    capacity: int  # positions that the KV cache starts with
-    slots: int = 1  # sequences that the KV cache holds
+    capacity: int  # positions that the KV cache holds, of all sequences together
+    slots: int = 1  # sequences that a step may have

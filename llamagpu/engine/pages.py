@@ -5,7 +5,8 @@ that any sequence with the same ids up to its end may read it. A page that nobod
 place is needed; the least recently used go first.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -75,6 +76,16 @@ class PagePool:
             else:
                 self.free.append(page)
 
+    def recount(self, held: Iterable[int]) -> None:
+        """The pages that sequences refer to, each as often as it is held, and no others: a Ctrl-C may have come
+        between a page and its sequence."""
+        counts = Counter(held)
+        self.holders = [counts[page] for page in range(self.count)]
+        unheld = [page for page in range(self.count) if not counts[page]]
+        order = [*self.kept, *(page for page in unheld if page not in self.kept)]
+        self.kept = OrderedDict.fromkeys(page for page in order if not counts[page] and page in self.contents)
+        self.free = [page for page in reversed(unheld) if page not in self.contents]
+
     def record(self, pages: Items[int], ids: Items[int], first: int = 0) -> None:
         """Let later sequences find these pages, which hold `ids`, from page number `first` on.
 
@@ -86,10 +97,12 @@ class PagePool:
                 return  # its twin can be found, and what follows the twin
             own, page = tuple(ids[number * PAGE : (number + 1) * PAGE]), pages[number]
             found = self.following.setdefault(before, {})
+            if found.get(own, page) != page:
+                if page in self.contents:
+                    self.forget(page)
+                return
             if page in self.contents:
                 del found[self.contents[page].ids]
-            elif own in found:
-                return
             self.contents[page] = Contents(before, own)
             found[own] = page
 

@@ -50,7 +50,7 @@ def int8_error(gpu: Gpu) -> float:
     matrix = upload_matrix(gpu, [packed], "self-check", target)
     inputs, blocks, y = gpu.upload(x, "x"), gpu.zeros(K // 32 * 48, "blocks"), gpu.zeros(N * 4, "y")
     step = StepInputs(gpu)
-    step.write([Segment(0, 0, [0])], 0, 1)
+    step.write([Segment(0, 0, [0])])
     make = Ops(gpu, step.buffer)
     dispatches = [
         make.quantise(inputs, blocks, K, 1),

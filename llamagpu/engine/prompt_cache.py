@@ -26,7 +26,7 @@ from llamagpu.files.gguf_file import shown
 
 PREFIX = struct.Struct("<16sIII")  # MAGIC, FORMAT, bytes of the JSON, tokens
 MAGIC = b"llamagpu prompt\n"
-FORMAT = 2  # changes whenever the layout of the KV cache or the numbers in it change
+FORMAT = 3  # changes whenever the layout of the KV cache or the numbers in it change
 MAX_JSON = 4096
 SMALL_BYTES = 64 << 10  # a tensor up to this size is hashed completely
 SAMPLES, SAMPLE_BYTES = 16, 256  # of a larger one, this many evenly spaced samples
@@ -47,7 +47,7 @@ def save(
     size = len(start) + len(ids) * cache.position_bytes + hashlib.sha256().digest_size
     with suppress(Superseded), atomic_write(path, size) as file:
         digest = hashlib.sha256()
-        for piece in chain([np.frombuffer(start, np.uint8)], cache.read(sequence.slot, len(ids))):
+        for piece in chain([np.frombuffer(start, np.uint8)], cache.read(sequence, len(ids))):
             file.write(piece.data)
             digest.update(piece.data)
             if progress:
@@ -75,7 +75,7 @@ def load(loaded: LoadedModel, sequence: Sequence, path: Path, progress: Progress
             raise refused()
         ids = take(4 * tokens).view("<u4").tolist()
         reserve(loaded, sequence, tokens)
-        cache.write(sequence.slot, tokens, take)
+        cache.write(sequence, tokens, take)
         if file.read() != digest.digest():
             raise refused()
         sequence.ids, sequence.checked = ids, tokens
@@ -120,8 +120,7 @@ def reserve(loaded: LoadedModel, sequence: Sequence, tokens: int) -> None:
     if tokens > context:
         cause = f"the prompt cache holds {tokens} tokens, and the context {context}"
         raise DoesNotFit(cause, "use a larger -c, or another file")
-    loaded.check_memory(max(tokens, loaded.engine.cache.capacity))
-    sequence.truncate(0)
+    loaded.engine.end(sequence)
     loaded.engine.reserve(sequence, tokens)
 
 

@@ -72,6 +72,7 @@ class Role(StrEnum):
     TURN = "turn"  # the rows that a workgroup takes in turn
     KV4 = "kv4"  # the KV cache, 4 dimensions at a time
     KV8 = "kv8"  # the KV cache, 8 dimensions at a time
+    PAGES = "pages"  # where positions are in the KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -718,14 +719,14 @@ ATTEND: Table[Attention] = (
         split_rows_fit,
         "few rows or positions, head_dim % 64 = 0, a subgroup for each head of a KV head",
         lambda s, c, caps, rows, position: (s.kv_heads, s.splits, rows),
-        (Role.KV8, Role.INT8_BLOCK),
+        (Role.KV8, Role.PAGES, Role.INT8_BLOCK),
     ),
     Route(
         "attend_int8",
         large_int8_tiles,
         f"m >= {LARGE_TILE_ROWS}, int8 will do, head_dim 128, subgroups of 8, 128 heads to a KV head",
         int8_tile_grid,
-        (Role.INT8_BLOCK,),
+        (Role.PAGES, Role.INT8_BLOCK),
         {"WORKGROUP": 256},
     ),
     Route(
@@ -733,7 +734,7 @@ ATTEND: Table[Attention] = (
         int8_attention,
         "m > 1, int8 will do, head_dim 64 or 128, subgroups of 8, 64 heads to a KV head",
         int8_tile_grid,
-        (Role.INT8_BLOCK,),
+        (Role.PAGES, Role.INT8_BLOCK),
         {"WORKGROUP": 128},
     ),
     Route(
@@ -741,21 +742,21 @@ ATTEND: Table[Attention] = (
         tile_rows_fit,
         f"m >= {TILE_ROWS}, head_dim % 32 = 0, <= 256, subgroups of 4 (over 64: of 8), 32 heads to a KV head",
         query_tile_grid,
-        (Role.KV8, Role.INT8_BLOCK),
+        (Role.KV8, Role.PAGES, Role.INT8_BLOCK),
     ),
     Route(
         "attend",
         lambda s, c: s.head_dim % 4 == 0 and s.head_dim <= 256,
         "head_dim % 4 = 0, <= 256",
         lambda s, c, caps, rows, position: (s.heads, rows, 1),
-        (Role.KV4,),
+        (Role.KV4, Role.PAGES),
     ),
     Route(
         "attend_any",
         lambda s, c: True,
         "-",
         lambda s, c, caps, rows, position: fold(-(-rows * s.heads // c["WORKGROUP"]), caps),
-        (Role.KV4,),
+        (Role.KV4, Role.PAGES),
     ),
 )
 QUANTISE_KV: Route[Attention] = Route(
@@ -763,7 +764,7 @@ QUANTISE_KV: Route[Attention] = Route(
     int8_attention,
     "as attend_int8",
     lambda s, c, caps, rows, position: (s.kv_heads, -(-(position + rows) // c["KV_TILE"]), s.segments),
-    (Role.KV8, Role.INT8_BLOCK),
+    (Role.KV8, Role.PAGES, Role.INT8_BLOCK),
 )
 QUANTISING_ATTENTION = ("attend_split", "attend_int8", "attend_tile")  # these can write int8 blocks themselves
 
@@ -791,10 +792,15 @@ def int8_tile_bytes(head_dim: int, workgroup: int) -> int:
     return 128 * head_dim + 512 + head_dim * (rows + 2) + 64 * (rows + 4) + 32 * rows
 
 
-def int8_kv_bytes(s: Attention, slots: int, capacity: int) -> int:
+def int8_kv_bytes(s: Attention, capacity: int) -> int:
     """What quantise_kv writes: records of 64 positions."""
-    record = 8 * s.head_dim + 32 + s.head_dim // 2
-    return slots * s.kv_heads * -(-capacity // constants("quantise_kv")["KV_TILE"]) * record * 16
+    tile = constants("quantise_kv")["KV_TILE"]
+    return s.kv_heads * -(-capacity // tile) * tile * int8_position_bytes(s.head_dim)
+
+
+def int8_position_bytes(head_dim: int) -> int:
+    """Of a position and KV head: keys and values, their scales, and its share of the square roots."""
+    return 2 * head_dim + 8 + head_dim // 8
 
 
 # attend_split by the positions that it looks back over: (from, splits at most, subgroups per head at most). Whole
@@ -916,7 +922,7 @@ TEXTURE_ATTEND: Table[Attention] = (
         lambda s, c: s.m > 1,
         "m > 1",
         lambda s, c, caps, rows, position: (-(-rows * s.heads_per_kv // c["WORKGROUP"]), s.kv_heads, 1),
-        (Role.BROADCAST,),
+        (Role.PAGES, Role.BROADCAST),
         one_vector=True,
     ),
     Route(
@@ -924,12 +930,13 @@ TEXTURE_ATTEND: Table[Attention] = (
         lambda s, c: True,
         "-",
         lambda s, c, caps, rows, position: (score_workgroups(position, c["WORKGROUP"]), s.kv_heads, 1),
+        (Role.PAGES,),
         one_vector=True,
     ),
 )
 
 TEXTURE_VALUES: Table[Attention] = (
-    Route("attend_texture_values", lambda s, c: True, "-", head_dims_grid, one_vector=True),
+    Route("attend_texture_values", lambda s, c: True, "-", head_dims_grid, (Role.PAGES,), one_vector=True),
 )
 
 TEXTURE_EMBED: Table[Linear] = (

@@ -1,4 +1,4 @@
-"""The inputs of a step: sequence slot, position and token of each token row.
+"""The inputs of a step: sequence slot, position, token and cell of the KV cache of each token row.
 
 `struct Step` in the kernels is this buffer. Nothing in it assumes that the rows belong to one sequence.
 """
@@ -11,6 +11,7 @@ import numpy as np
 import wgpu
 from numpy.typing import NDArray
 
+from llamagpu.engine.page_table import PageTable
 from llamagpu.gpu import shaders
 from llamagpu.gpu.buffers import Buffer
 from llamagpu.gpu.device import Gpu
@@ -26,7 +27,7 @@ STEP_BYTES = 4 * (HEADER_WORDS + 4 * MAX_SEGMENTS + 4 * MAX_ROWS)
 class Segment:
     """Token rows of one sequence in a step: consecutive positions from `position` on."""
 
-    slot: int  # of the sequence, in the KV cache
+    slot: int  # of the sequence, in the page table
     position: int
     tokens: Items[int]
 
@@ -38,21 +39,17 @@ class StepInputs:
         self.gpu = gpu
         self.buffer: Buffer = gpu.zeros(STEP_BYTES, "step", wgpu.BufferUsage.UNIFORM)
 
-    def write(self, segments: Items[Segment], capacity: int, slots: int) -> None:
-        """`capacity`: positions that the KV cache holds for each sequence; `slots`: sequences that it holds."""
-        self.gpu.write(self.buffer, encode(segments, capacity, slots))
-
-    def write_capacity(self, capacity: int) -> None:
-        """Write only the capacity, when the KV cache grows during decode: the device has written everything else."""
-        self.gpu.write(self.buffer, np.array([capacity], np.uint32), offset=8)
+    def write(self, segments: Items[Segment], table: PageTable | None = None) -> None:
+        """Without a page table for kernels that do not use the KV cache."""
+        self.gpu.write(self.buffer, encode(segments, table))
 
 
-def encode(segments: Items[Segment], capacity: int, slots: int) -> NDArray[np.uint32]:
+def encode(segments: Items[Segment], table: PageTable | None = None) -> NDArray[np.uint32]:
     """The words of `struct Step`."""
     counts = [len(segment.tokens) for segment in segments]
     words = np.zeros(HEADER_WORDS + 4 * MAX_SEGMENTS + 4 * sum(counts), np.uint32)
-    words[:HEADER_WORDS] = sum(counts), len(segments), capacity, slots
-    rows = words[HEADER_WORDS + 4 * MAX_SEGMENTS :].reshape(-1, 4)  # slot, position, token, generated
+    words[:HEADER_WORDS] = sum(counts), len(segments), table.capacity if table else 0, table.pages if table else 0
+    rows = words[HEADER_WORDS + 4 * MAX_SEGMENTS :].reshape(-1, 4)  # slot, position, token, cell
     first = 0
     for i, (segment, count) in enumerate(zip(segments, counts, strict=True)):
         at = HEADER_WORDS + 4 * i
@@ -61,5 +58,7 @@ def encode(segments: Items[Segment], capacity: int, slots: int) -> NDArray[np.ui
         mine[:, 0] = segment.slot
         mine[:, 1] = np.arange(segment.position, segment.position + count)
         mine[:, 2] = segment.tokens
+        if table:
+            mine[:, 3] = table.cells(segment.slot, mine[:, 1])
         first += count
     return words

@@ -42,7 +42,6 @@ class TextureModel(Model):
         if any(len(layer.gate_up) > 1 for layer in weights.layers):
             self.gate, self.up = (gpu.texture(c.ffn_dim // 4, rows, name) for name in ("gate", "up"))
         self._dispatches: dict[int, list[Dispatch]] = {}
-        self._built_for = cache.version
 
     def scratch(self) -> list[Bindable]:
         own = [self.x, self.mid, self.h, self.q, self.act, self.gate, self.up]
@@ -60,10 +59,7 @@ class TextureModel(Model):
         return routes.score_workgroups(position, routes.vector_lanes(self.gpu.caps))
 
     def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]:
-        assert key.segments == 1, "a cache texture holds one sequence"
-        if self._built_for != self.cache.version:
-            self._dispatches.clear()
-            self._built_for = self.cache.version
+        assert key.segments == 1, "one row's attention reads one sequence"
         if key.width not in self._dispatches:
             self._dispatches[key.width] = [*self.layer_dispatches(key.width), *self.head()]
         found = self._dispatches[key.width]

@@ -47,6 +47,7 @@ STAGING_BYTES = 64 << 20  # most bytes in flight to the device
 MAX_BOUND = 8  # storage buffers of a kernel; one that relies on subgroups has its status besides
 
 GridFunction = Callable[[int, int], Grid]  # of the rows of a step and its first position
+Texels = tuple[Texture, int, int]  # a region of a texture begins at this column and row
 
 
 @dataclass(frozen=True)
@@ -231,6 +232,15 @@ class Gpu:
         encoder.copy_buffer_to_buffer(buffer, offset, staging, 0, size)
         return np.frombuffer(self._read_staging(encoder, staging), dtype, count)
 
+    def gather(self, ranges: Sequence[BufferRange]) -> NDArray[np.uint8]:
+        """The bytes of several ranges, one after another."""
+        size = sum(part.size for part in ranges)
+        encoder, staging, at = self.device.create_command_encoder(), self._create_staging(size), 0
+        for part in ranges:
+            encoder.copy_buffer_to_buffer(part.buffer, part.offset, staging, at, part.size)
+            at += part.size
+        return self._read_staging(encoder, staging)
+
     def _read_staging(self, encoder: Any, staging: Any) -> NDArray[np.uint8]:
         """The bytes that the encoder's commands copy to this buffer, which is freed."""
         index = self.submit(encoder.finish())
@@ -296,32 +306,32 @@ class Gpu:
         self.write_texture(texture, data)
         return texture
 
-    def write_texture(self, texture: Texture, data: NDArray[Any], x: int = 0) -> None:
-        """[height, width, 4] 32-bit words, from column x of the first row on."""
+    def write_texture(self, texture: Texture, data: NDArray[Any], x: int = 0, y: int = 0) -> None:
+        """[height, width, 4] 32-bit words, from column x of row y on."""
         height, width, _ = data.shape
         rows = max(1, STAGING_BYTES // (TEXEL_BYTES * width))
-        for y in range(0, height, rows):
-            piece = np.ascontiguousarray(data[y : y + rows])
-            target = {"texture": texture, "origin": (x, y, 0)}
+        for row in range(0, height, rows):
+            piece = np.ascontiguousarray(data[row : row + rows])
+            target = {"texture": texture, "origin": (x, y + row, 0)}
             layout = {"bytes_per_row": TEXEL_BYTES * width}
             self.device.queue.write_texture(target, piece, layout, (width, len(piece), 1))
             self._staged(piece.nbytes)
 
-    def read_texture(self, texture: Texture, x: int, width: int, height: int) -> NDArray[np.uint8]:
-        """The bytes of `width` columns from x on, of the first `height` rows."""
+    def read_texture(self, texture: Texture, x: int, width: int, height: int, y: int = 0) -> NDArray[np.uint8]:
+        """The bytes of `width` columns from x on, of `height` rows from y on."""
         stride = -(-TEXEL_BYTES * width // COPY_STRIDE) * COPY_STRIDE
         encoder, staging = self.device.create_command_encoder(), self._create_staging(stride * height)
-        source, target = {"texture": texture, "origin": (x, 0, 0)}, {"buffer": staging, "bytes_per_row": stride}
+        source, target = {"texture": texture, "origin": (x, y, 0)}, {"buffer": staging, "bytes_per_row": stride}
         encoder.copy_texture_to_buffer(source, target, (width, height, 1))
         rows = self._read_staging(encoder, staging).reshape(height, stride)
         return rows[:, : TEXEL_BYTES * width].reshape(-1)
 
-    def copy_textures(self, copies: Sequence[tuple[Texture, Texture]]) -> None:
-        """Copy textures into larger ones, (source, target) each, in one submission."""
+    def copy_texels(self, copies: Sequence[tuple[Texels, Texels]], width: int, height: int) -> None:
+        """Copy regions of this size, (source, target) each, in one submission."""
         encoder = self.device.create_command_encoder()
-        for source, target in copies:
-            size = (source.width, source.height, 1)
-            encoder.copy_texture_to_texture({"texture": source}, {"texture": target}, size)
+        for (source, x, y), (target, u, v) in copies:
+            start, end = {"texture": source, "origin": (x, y, 0)}, {"texture": target, "origin": (u, v, 0)}
+            encoder.copy_texture_to_texture(start, end, (width, height, 1))
         self.submit(encoder.finish())
 
     # Kernels

@@ -142,7 +142,8 @@ def profile(engine: Engine, name: str, n_prompt: int, n_gen: int, depth: int, co
             f"{gpu.name} has no timestamps inside passes", "`bench` works without them, on the host's clock"
         )
     start, rows = max(1, depth), min(n_prompt, model.chunk)
-    engine.reserve(Sequence(), max(depth + rows, start + n_gen))
+    sequence = Sequence()
+    engine.reserve(sequence, max(depth + rows, start + n_gen))
     phases, fused_ns = [], None
     if model.fused:
         if n_gen:
@@ -155,6 +156,7 @@ def profile(engine: Engine, name: str, n_prompt: int, n_gen: int, depth: int, co
     if n_gen:
         timed = phase(engine, watch, f"{n_gen} tokens at {start}", decoding(engine, start, n_gen))
         phases.append(replace(timed, fused_ns=fused_ns))
+    engine.discard(sequence)
     return Profile(
         model=name,
         adapter=gpu.name,
@@ -174,7 +176,7 @@ def decoding(engine: Engine, start: int, count: int) -> list[Step]:
 def rewind(engine: Engine, first: Step) -> None:
     """Write the inputs of the first step again: each decode step replaces them by those of the next."""
     segment = Segment(0, first.position, [0] * first.rows)
-    engine.model.step.write([segment], engine.cache.capacity, engine.cache.slots)
+    engine.model.write_step([segment])
 
 
 def quickest(engine: Engine, watch: Stopwatch, steps: list[Step]) -> float:

@@ -29,6 +29,7 @@ from llamagpu.verify.reference import (
     linear_inputs,
     matrix_of,
     only,
+    ops_at,
     random,
     read_blocks,
     round_int8,
@@ -283,9 +284,9 @@ def attend(gpu: Gpu, route: Route[Attention], shape: Attention, position: int, m
     y, partial_sums = gpu.zeros(q.nbytes, "y"), gpu.zeros(q.nbytes * shape.splits, "partial")
     stats = gpu.zeros(m * shape.heads * shape.splits * 8, "stats")
     out = y if shape.splits == 1 else partial_sums
-    int8_kv = gpu.zeros(routes.int8_kv_bytes(shape, 1, CAPACITY), "int8_kv") if shape.int8 else None
+    int8_kv = gpu.zeros(routes.int8_kv_bytes(shape, CAPACITY), "int8_kv") if shape.int8 else None
     buffers = AttentionBuffers(gpu.upload(q, "q"), gpu.upload(k, "k"), gpu.upload(v, "v"), out, stats, int8_kv)
-    make = Ops(gpu, step_buffer(gpu, m, position, CAPACITY))
+    make = ops_at(gpu, m, position, CAPACITY)
     dispatches = make.attend(shape, buffers, mode, only(route))
     if shape.splits > 1:
         dispatches.append(make.attend_merge(shape, partial_sums, stats, y, mode.int8_out))

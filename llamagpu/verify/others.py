@@ -29,6 +29,7 @@ from llamagpu.verify.reference import (
     fits,
     matrix_of,
     only,
+    ops_at,
     random,
     read_blocks,
     round_int8,
@@ -64,7 +65,7 @@ def other_cases(gpu: Gpu) -> Iterator[Case]:
 def embed(gpu: Gpu, route: Route[Linear], weight: Weight) -> Answer:
     shard, packed = weight.upload(gpu)
     ids, step = [0, weight.n - 1, 3, 3], StepInputs(gpu)
-    step.write([Segment(0, 0, ids)], 0, 1)
+    step.write([Segment(0, 0, ids)])
     y = gpu.zeros(len(ids) * weight.k * 4, "y")
     run(gpu, Ops(gpu, step.buffer).embed(matrix_of(shard), y, len(ids), only(route)), len(ids))
     return gpu.read(y, np.float32, len(ids) * weight.k).reshape(len(ids), -1), rows_of(packed, np.array(ids))
@@ -99,11 +100,11 @@ def greedy(gpu: Gpu) -> Answer:
     shard, packed = Q4_WEIGHT.upload(gpu)
     candidates = np.array([(0, 5), (0, 70), (0, 3), (0, 33)], np.uint32)
     candidates[:, 0] = np.array([-3.0, 2.0, 2.0, 1.0], np.float32).view(np.uint32)
-    x, ring, step = gpu.zeros(Q4_WEIGHT.k * 4, "x"), gpu.zeros(16, "ring"), step_buffer(gpu, 1)
+    x, ring, make = gpu.zeros(Q4_WEIGHT.k * 4, "x"), gpu.zeros(16, "ring"), ops_at(gpu, 1, 0, 2)
     bindings = {"candidates": gpu.upload(candidates, "candidates"), "ring": ring, "x": x}
-    run(gpu, [Ops(gpu, step).sample("greedy", {"CANDIDATES": 4, "RING": 4}, bindings, matrix_of(shard))])
+    run(gpu, [make.sample("greedy", {"CANDIDATES": 4, "RING": 4}, bindings, matrix_of(shard))])
     want = rows_of(packed, np.array([3]))[0]  # the first of the two largest
-    return np.append(gpu.read(x, np.float32, Q4_WEIGHT.k), step_rows(gpu, step, 1)[0, 2]), np.append(want, 3)
+    return np.append(gpu.read(x, np.float32, Q4_WEIGHT.k), step_rows(gpu, make.step, 1)[0, 2]), np.append(want, 3)
 
 
 def sample(gpu: Gpu) -> Answer:
@@ -115,10 +116,10 @@ def sample(gpu: Gpu) -> Answer:
     count = argmax_candidates(3000)
     candidates = gpu.zeros(8 * count, "candidates")
     sampler = DeviceSampler(gpu, 1)
-    sampler.configure(0, Sampling(temperature=1.0, top_k=3, top_p=1.0, min_p=0.0, seed=1), ())
+    sampler.configure(0, Sampling(temperature=1.0, top_k=3, top_p=1.0, min_p=0.0, seed=1), (), 0)
     consts: Consts = {"CANDIDATES": count, "RING": SAMPLED, "VOCAB": 3000}
     bindings = {"candidates": candidates, "ring": ring, "logits": logits, "sampling": sampler.settings}
-    make = Ops(gpu, step_buffer(gpu, 1))
+    make = ops_at(gpu, 1, 0, SAMPLED + 1)
     next_token = make.sample("sample", consts, bindings, None)
     run(gpu, [make.argmax(logits, candidates, 3000), *[next_token] * SAMPLED])
     sampled = gpu.read(ring, np.uint32, SAMPLED)

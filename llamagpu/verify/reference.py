@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamagpu.engine.ops import NO_PROLOGUE, Consts, PrologueSpec
+from llamagpu.engine import page_table
+from llamagpu.engine.ops import NO_PROLOGUE, Consts, Ops, PrologueSpec
 from llamagpu.engine.options import Backend
+from llamagpu.engine.page_table import PageTable
 from llamagpu.engine.routes import Epilogue, Inputs, Linear, Prologue, Route, S, Table
 from llamagpu.engine.step_inputs import HEADER_WORDS, MAX_SEGMENTS, Segment, StepInputs
 from llamagpu.engine.weights import Matrix, MatrixShard, WeightTarget
@@ -274,15 +276,21 @@ def attention(q: Array, k: Array, v: Array, position: int) -> Floats:
 # Running single kernels
 
 
-def step_buffer(gpu: Gpu, rows: int, position: int = 0, capacity: int = 0, slot: int = 0, slots: int = 1) -> Buffer:
+def step_buffer(gpu: Gpu, rows: int, position: int = 0, table: PageTable | None = None) -> Buffer:
     """The inputs of a step with one segment."""
     step = StepInputs(gpu)
-    step.write([Segment(slot, position, [0] * rows)], capacity, slots)
+    step.write([Segment(0, position, [0] * rows)], table)
     return step.buffer
 
 
+def ops_at(gpu: Gpu, rows: int, position: int, capacity: int) -> Ops:
+    """For a step with one segment, over a KV cache of `capacity` positions in order."""
+    table = page_table.in_order(gpu, capacity)
+    return Ops(gpu, step_buffer(gpu, rows, position, table), table.buffer)
+
+
 def step_rows(gpu: Gpu, step: Buffer, rows: int) -> NDArray[np.uint32]:
-    """[rows, 4]: slot, position, token and generated tokens of each row, as the device left them."""
+    """[rows, 4]: slot, position, token and cell of each row, as the device left them."""
     first = 4 * (HEADER_WORDS + 4 * MAX_SEGMENTS)
     return gpu.read(step, np.uint32, 4 * rows, first).reshape(rows, 4)
 

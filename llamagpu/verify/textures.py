@@ -25,6 +25,7 @@ from llamagpu.verify.reference import (
     Weight,
     attention,
     only,
+    ops_at,
     random,
     rms_norm,
     rows_of,
@@ -71,16 +72,15 @@ def texture_matrix(gpu: Gpu, *packed: PackedMatrix, bias: NDArray[np.float32] | 
 
 
 def cache_rows(keys: Array, values: Array, texture_rows: int) -> NDArray[np.float32]:
-    """The rows of a KV cache texture, of [slots, kv_heads, capacity, head_dim] each.
+    """The rows of a KV cache texture, of [kv_heads, capacity, head_dim] each.
 
-    Keys and values of a position stand side by side in a row. After `texture_rows` rows come the next columns, and
-    after a slot's columns those of the next slot.
+    Keys and values of a cell stand side by side in a row. After `texture_rows` rows come the next columns.
     """
-    slots, kv_heads, capacity, head_dim = keys.shape
+    kv_heads, capacity, head_dim = keys.shape
     blocks = -(-capacity // texture_rows)
-    cache = np.zeros((slots, blocks * texture_rows, 2, kv_heads, head_dim), np.float32)
-    cache[:, :capacity, 0], cache[:, :capacity, 1] = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-    columns = cache.reshape(slots * blocks, texture_rows, -1)
+    cache = np.zeros((blocks * texture_rows, 2, kv_heads, head_dim), np.float32)
+    cache[:capacity, 0], cache[:capacity, 1] = keys.swapaxes(0, 1), values.swapaxes(0, 1)
+    columns = cache.reshape(blocks, texture_rows, -1)
     return columns.swapaxes(0, 1).reshape(texture_rows, -1)
 
 
@@ -108,9 +108,9 @@ def attend(gpu: Gpu, m: int, position: int) -> Answer:
     rng = random("attend")
     q = rng.standard_normal((m, heads, head_dim)).astype(np.float32)
     k, v = rng.standard_normal((2, kv_heads, end, head_dim)).astype(np.float32)
-    cache = upload_rows(gpu, cache_rows(k[None], v[None], texture_rows))
+    cache = upload_rows(gpu, cache_rows(k, v, texture_rows))
     y, scores = gpu.texture(heads * head_dim // 4, m, "y"), gpu.texture(texture_rows, 4 * heads, "scores")
-    make = Ops(gpu, step_buffer(gpu, m, position, end))
+    make = ops_at(gpu, m, position, end)
     shape = Attention(m, heads, kv_heads, head_dim, scale=head_dim**-0.5)
     textures = upload_rows(gpu, q.reshape(m, -1)), cache, scores, y
     run(gpu, make.attend_textures(shape, *textures, {"TEXTURE_ROWS": texture_rows}), m, position)
@@ -120,7 +120,7 @@ def attend(gpu: Gpu, m: int, position: int) -> Answer:
 def embed(gpu: Gpu) -> Answer:
     packed, ids = WEIGHTS[0].packed(), [0, 71, 3, 3]
     y, step = gpu.texture(144, len(ids), "y"), StepInputs(gpu)
-    step.write([Segment(0, 0, ids)], 0, 1)
+    step.write([Segment(0, 0, ids)])
     make = Ops(gpu, step.buffer)
     run(gpu, make.embed(texture_matrix(gpu, packed), y, len(ids), routes.TEXTURE_EMBED), len(ids))
     return read_rows(gpu, y), rows_of(packed, np.array(ids))
