@@ -150,8 +150,9 @@ def resolve(options: EngineOptions, source: ModelSource, gpu: Gpu) -> Settings:
     context = options.context or min(c.context, routes.max_positions(c.head_dim, caps, textures) or c.context)
     capacity = context
     if options.kv_memory or not options.context:
-        capacity = positions_in(options, c, kv_type, backend, gpu)
-        context, capacity = min(context, capacity), capacity if options.kv_memory else min(context, capacity)
+        held = positions_in(options, c, kv_type, backend, gpu)
+        context = min(context, held)
+        capacity = held if options.kv_memory else context
     chunk = options.chunk or routes.default_chunk(caps, precision is Precision.FAST, textures)
     return Settings(precision, kv_type, backend, min(chunk, context), context, capacity)
 
@@ -241,9 +242,10 @@ def check_memory(
 
     contexts = range(MIN_USEFUL_CONTEXT, settings.capacity, PAGE)
     count = bisect_right(contexts, limit, key=total)
+    ways = f"use -c {contexts[count - 1]} or less" if count else "use a smaller model or quantisation"
     raise DoesNotFit(
         f"the model needs {plan.peak / 2**20:,.1f} MiB and there are {limit / 2**20:,.1f} MiB",
-        f"use -c {contexts[count - 1]} or less" if count else "use a smaller model or quantisation",
+        "use a smaller --kv-memory" if count and settings.capacity > settings.context + PAGE else ways,
     )
 
 
