@@ -59,6 +59,10 @@ class DoesNotFit(LlamaGpuError):
     exit_code = 5
 
 
+class Overloaded(LlamaGpuError):
+    """More requests wait than the queue holds."""
+
+
 class DeviceLost(LlamaGpuError):
     """The GPU went away while it was working."""
 

@@ -1,13 +1,12 @@
 """The public API: load a model, chat, complete text, embed it."""
 
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -21,7 +20,9 @@ from llamagpu.engine.load import LoadedModel, LoadTimes, elapsed, load_model, op
 from llamagpu.engine.memory import MemoryPlan
 from llamagpu.engine.options import EngineOptions, KvType, Precision
 from llamagpu.engine.sampler import Sampling, host_sampler, log_softmax, need_finite
+from llamagpu.engine.scheduler import HostSample, Request, Scheduler
 from llamagpu.engine.sequence import Sequence as TokenSequence
+from llamagpu.engine.step_inputs import MAX_SEGMENTS
 from llamagpu.errors import (
     BadArgument,
     DoesNotFit,
@@ -42,9 +43,9 @@ from llamagpu.results import Completion, Logprob, Timings, Token, Usage
 Progress = Callable[[int, int], None]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
+PARALLEL = 4  # generations that share a step, unless told otherwise
 AT_LEAST_0 = "a whole number from 0 up"
-CLOSED, LATER_CALL = "its Llama was closed", "a later call on the same Llama ended it"
-REMEDIES = {CLOSED: "load the model again", LATER_CALL: "start a new one, or load the model twice"}
+CLOSED = "its Llama was closed"
 
 
 def load(
@@ -56,6 +57,7 @@ def load(
     kv_type: KvType | str | None = None,
     precision: Precision | str | None = None,
     kv_memory: int | None = None,
+    parallel: int = PARALLEL,
     progress: Progress | None = None,
 ) -> "Llama":
     """A model by file, by name (`llamagpu models`) or as `hf:user/repo[:QUANT]`; it is fetched if it has to be.
@@ -80,6 +82,7 @@ def load(
         kv_type=kv_type,
         precision=precision,
         kv_memory=kv_memory,
+        parallel=parallel,
         progress=progress,
     )
     suggested = suggested_sampling(model) if isinstance(model, str) else None
@@ -88,7 +91,8 @@ def load(
 
 
 class Llama:
-    """A model on a device. It runs one call at a time; `close`, or a `with` block, frees the memory.
+    """A model on a device. Several generations may run at the same time, also from several threads: they share the
+    steps of the device. `close`, or a `with` block, frees the memory.
 
     >>> answer = llama.chat([{"role": "user", "content": "Hello!"}], max_tokens=8)
     >>> answer.finish_reason in ("stop", "length")
@@ -105,6 +109,7 @@ class Llama:
         kv_type: KvType | str | None = None,
         precision: Precision | str | None = None,
         kv_memory: int | None = None,
+        parallel: int = PARALLEL,
         progress: Progress | None = None,
         on_plan: Callable[[MemoryPlan, Gpu], None] | None = None,
     ) -> None:
@@ -113,6 +118,7 @@ class Llama:
         `device`: a number or name as in `llamagpu devices`, or an open Gpu to share, which stays open.
         `context`: positions; None takes the model's context, or what the KV cache holds.
         `kv_memory`: MiB for the KV cache; None takes what `context` needs, without it 2048 at most, on a CPU 512.
+        `parallel`: generations that share a step at most; more of them wait.
         `chunk`: tokens of one prefill step at most. `kv_type`: "f16" or "f32". `precision`: "fast" or "high".
         None lets the adapter decide. `on_plan` gets the memory plan before anything is allocated.
         """
@@ -120,7 +126,17 @@ class Llama:
         name = None if device is None or gpu else str(device)
         for argument, value in (("context", context), ("chunk", chunk), ("kv_memory", kv_memory)):
             check_argument(argument, value, value is None or is_whole(value, 1), "a whole number from 1 up, or None")
-        options = EngineOptions(name, context, chunk, kv_type, precision, kv_memory=kv_memory)  # type: ignore[arg-type]
+        fits = is_whole(parallel, 1) and parallel <= MAX_SEGMENTS
+        check_argument("parallel", parallel, fits, f"a whole number from 1 to {MAX_SEGMENTS}")
+        options = EngineOptions(
+            device=name,
+            context=context,
+            chunk=chunk,
+            kv_type=kv_type,  # type: ignore[arg-type]
+            precision=precision,  # type: ignore[arg-type]
+            kv_memory=kv_memory,
+            parallel=parallel,
+        )
         started = time.perf_counter()
         self.path = Path(path)
         with error_context(path), map_device_lost():
@@ -133,19 +149,18 @@ class Llama:
                 source.close()
                 raise
         self.loaded.times.open_s = open_s
-        self.sequence = TokenSequence()
+        self.scheduler = Scheduler(self.loaded.engine)
         self.sampling = Sampling()  # what `chat`, `complete` and `generate` use without `sampling`
         self.closed = False
-        self._lock = threading.RLock()  # a Ctrl-C while it is taken must not block its own thread for ever
-        self._running: weakref.ref[Generation] | None = None  # the generation that has begun last
+        self._latest: Request | None = None  # that has begun last, for save_prompt
 
     def close(self) -> None:
         """Free the memory. The Llama cannot generate or embed afterwards. Closing it twice does nothing."""
-        if self.closed:
-            return
-        with self._in_use(ended=CLOSED):
-            self.closed = True
-            self.loaded.close()
+        with self.scheduler.lock:
+            if not self.closed:
+                self.closed = True
+                self.scheduler.close(WrongState(f"this generation cannot go on: {CLOSED}", "load the model again"))
+                self.loaded.close()
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
@@ -193,20 +208,12 @@ class Llama:
             raise WrongState("this Llama is closed", "load the model again")
 
     @contextmanager
-    def _in_use(self, generation: "Generation | None" = None, ended: str = LATER_CALL) -> Iterator[None]:
-        """For one call that uses the device. Ends any other generation that has begun: they share the KV cache."""
-        self._check_open()
-        if not self._lock.acquire(blocking=False):
-            raise WrongState("this Llama is in use in another thread", "use a lock, or load the model once per thread")
-        try:
-            running = self._running() if self._running else None
-            if running is not None and running is not generation:
-                running._end(ended)
-            self._running = weakref.ref(generation) if generation else None
-            with map_device_lost():
-                yield
-        finally:
-            self._lock.release()
+    def _alone(self, positions: int) -> Iterator[TokenSequence]:
+        """A sequence for work that is no generation. Generations wait for it."""
+        with self.scheduler.lock, map_device_lost():
+            self._check_open()
+            with self.scheduler.alone(positions) as sequence:
+                yield sequence
 
     # Text
 
@@ -387,11 +394,37 @@ class Llama:
     def _grammar_vocabulary(self) -> GrammarVocabulary:
         return GrammarVocabulary(self.tokenizer, self.config.vocab)
 
+    def generate_batch(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        *,
+        max_tokens: int = -1,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        logprobs: int | None = None,
+    ) -> list[Completion]:
+        """Continue several texts or lists of ids together; the results are in the order of the prompts.
+
+        >>> answers = llama.generate_batch(["the quick", "once upon a"], max_tokens=4)
+        >>> len(answers)
+        2
+        """
+        runs = [
+            self.generate(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, logprobs=logprobs)
+            for prompt in prompts
+        ]
+        try:
+            for run in runs:
+                run.begin()
+            return [run.result() for run in runs]
+        finally:
+            for run in runs:
+                run.close()
+
     def embed(self, text: str | Sequence[str]) -> NDArray[np.float32]:
         """The embedding [dim] of a text, or [n, dim] of several: the mean hidden state, of length 1.
 
         The dot product of two embeddings is their cosine similarity.
-
         >>> a, b = llama.embed(["a cat", "a dog"])
         >>> -1 <= float(a @ b) <= 1
         True
@@ -407,27 +440,29 @@ class Llama:
             if len(item) > self.context:
                 cause = f"{where} has {len(item)} tokens; the context holds {self.context}"
                 raise DoesNotFit(cause, "split the text")
-        with self._in_use():
-            rows = [self._embedding(item) for item in ids]
+        with self._alone(max(map(len, ids), default=0)) as sequence:
+            rows = [self._embedding(sequence, item) for item in ids]
         return rows[0] if isinstance(text, str) else np.array(rows, np.float32).reshape(-1, self.config.dim)
 
-    def _embedding(self, ids: list[int]) -> NDArray[np.float32]:
-        engine, sequence = self.loaded.engine, TokenSequence()  # the same steps and numbers, whatever came before
-        engine.end(self.sequence)
-        try:
-            mean = engine.mean_hidden(sequence, ids)
-        finally:
-            engine.discard(sequence)
+    def _embedding(self, sequence: TokenSequence, ids: list[int]) -> NDArray[np.float32]:
+        engine = self.loaded.engine
+        engine.discard(sequence)  # the same steps, so the same numbers, whatever came before
+        mean = engine.mean_hidden(sequence, ids)
         need_finite(mean)
         return np.asarray(mean / max(float(np.linalg.norm(mean)), 1e-30), np.float32)
 
     # Prompt caches
 
     def save_prompt(self, path: str | Path, tokens: int | None = None, progress: Progress | None = None) -> None:
-        """Save the KV cache of the sequence, or of its first `tokens`, to a file for `load_prompt`."""
-        with self._in_use(self._running() if self._running else None):  # a generation goes on afterwards
-            self.loaded.engine.recorder.drain()
-            prompt_cache.save(self.loaded, self.sequence, Path(path), tokens, progress)
+        """Save the KV cache of the latest prompt and its answer, or of its first `tokens`, for `load_prompt`."""
+        ids = self._latest.computed if self._latest else []
+        with self._alone(len(ids) + 1) as sequence:
+            engine = self.loaded.engine
+            found = engine.cache.begin(sequence, [*ids, 0]) if ids else 0
+            if found < len(ids):
+                engine.prefill(sequence, ids[found:])
+                engine.check()
+            prompt_cache.save(self.loaded, sequence, Path(path), tokens, progress)
 
     def load_prompt(self, path: str | Path, progress: Progress | None = None) -> int:
         """Restore a file of `save_prompt`; return its number of tokens. A prompt that begins with them reuses them.
@@ -435,18 +470,18 @@ class Llama:
         A file that is damaged, or of another model or other settings, is refused.
         """
         started = time.perf_counter()
-        with self._in_use():
-            tokens = prompt_cache.load(self.loaded, self.sequence, Path(path), progress)
+        with self._alone(0) as sequence:
+            tokens = prompt_cache.load(self.loaded, sequence, Path(path), progress)
         self.load_times.prompt_s, _ = elapsed(started)
         return tokens
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Generation(Iterator[Token]):
-    """An iterator over new tokens. It computes them as they are asked for.
+    """An iterator over new tokens. It begins when the first one is asked for; generations that have begun run together.
 
-    `finish_reason` (empty until the end), `ids`, `text`, `usage`, `logprobs` and `timings` fill as it runs. A later
-    call on the same Llama ends a generation that is not finished; `close` does, too.
+    `finish_reason` (empty until the end), `ids`, `text`, `usage`, `logprobs` and `timings` fill as it runs. `close`
+    ends it early, as does dropping it.
 
     >>> run = llama.generate("the quick", max_tokens=4)
     >>> first = next(run)
@@ -470,31 +505,49 @@ class Generation(Iterator[Token]):
     timings: Timings = field(default_factory=Timings)
     logprobs: list[Logprob] = field(default_factory=list, repr=False)  # one for each id, with `logprobs`
     _decoder: StreamDecoder = field(init=False, repr=False)
-    _steps: Generator[int, None, None] = field(init=False, repr=False)
+    _request: Request | None = field(default=None, init=False, repr=False)
+    _began: float = field(default=0.0, init=False, repr=False)
     _held: str = field(default="", init=False, repr=False)  # text that may be the beginning of a stop string
     _ended: str = field(default="", init=False, repr=False)  # why it cannot go on
 
     def __post_init__(self) -> None:
         self._decoder = self.llama.tokenizer.stream()
-        llama, prompt, most, top = self.llama, self.prompt_ids, self.max_tokens, self.top_logprobs
-        sampled = partial(sampled_ids, llama, prompt, most, self.sampling, self.matcher)
-        if top is not None:
-            sampled = partial(scored_ids, llama, prompt, self.sampling, top, self.logprobs, self.matcher)
-        self._steps = new_ids(llama, prompt, most, sampled, self.timings, self.progress)
+
+    def begin(self) -> None:
+        """Queue it, without waiting for a token."""
+        if self._request is None:
+            self._began = time.perf_counter()
+            self.timings.prompt_tokens = len(self.prompt_ids)
+            most = None if self.max_tokens < 0 else self.max_tokens
+            is_end = (lambda id: False) if self.ignore_eos else self.llama.tokenizer.is_end
+            request = Request(self.prompt_ids, self.sampling, most, is_end, self._host_sample(), self.progress)
+            self.llama._check_open()
+            self.llama.scheduler.submit(request)
+            self.llama._latest = self._request = request
+            weakref.finalize(self, self.llama.scheduler.cancel, request)
+
+    def _host_sample(self) -> HostSample | None:
+        """How the host samples, where the device cannot."""
+        sampling, prompt = self.sampling, self.prompt_ids
+        host = host_sampler(sampling, prompt, self.matcher)
+        if self.top_logprobs is not None:
+            return scored(self.llama.tokenizer, host, self.top_logprobs, self.logprobs)
+        on_device = sampling.greedy or self.llama.loaded.engine.samples_on_device(sampling)
+        return None if on_device and self.matcher is None else host
 
     def __next__(self) -> Token:
         """The next token, the end token included. `text` is the concatenation of their texts."""
         if self.finish_reason:
             raise StopIteration
         if self._ended:
-            remedy = REMEDIES.get(self._ended, "start a new one")
-            raise WrongState(f"this generation cannot go on: {self._ended}", remedy)
-        with self.llama._in_use(self):
-            try:
+            raise WrongState(f"this generation cannot go on: {self._ended}", "start a new one")
+        self.begin()
+        try:
+            with map_device_lost():
                 token = self._next()
-            except BaseException as error:
-                self._end(f"{type(error).__name__} came up in it")
-                raise
+        except BaseException as error:
+            self._end(f"{type(error).__name__} came up in it")
+            raise
         if token is None:
             raise StopIteration
         return token
@@ -516,12 +569,15 @@ class Generation(Iterator[Token]):
 
     def _end(self, reason: str) -> None:
         self._ended = self._ended or reason
-        self._steps.close()  # waits for what the device still computes
+        if self._request:
+            self.llama.scheduler.cancel(self._request)
 
     def _next(self) -> Token | None:
-        id = next(self._steps, None)
+        assert self._request is not None
+        id = self.llama.scheduler.next_token(self._request)
+        self._time(id)
         if id is None:
-            self.finish_reason = "length"  # max_tokens is 0
+            self.finish_reason = "length" if self.max_tokens == 0 else "context"  # or the cache was full
             return None
         self.ids.append(id)
         text = self._held + ("" if self._ends(id) else self._decoder.push(id))
@@ -537,9 +593,20 @@ class Generation(Iterator[Token]):
         self._held = text[shown:]
         self.text += text[:shown]
         if reason:
-            self._steps.close()
+            self.llama.scheduler.cancel(self._request)
             self.finish_reason = reason
         return Token(id, text[:shown], self.logprobs[-1] if self.top_logprobs is not None else None)
+
+    def _time(self, id: int | None) -> None:
+        assert self._request is not None
+        times, since = self.timings, time.perf_counter() - self._began
+        times.cached_tokens = self._request.cached
+        if not times.tokens:
+            times.prefill_s = since
+        if id is not None:
+            times.first_token_s = times.first_token_s or since
+            times.tokens += 1
+            times.decode_s = since - times.first_token_s
 
     def _ends(self, id: int) -> bool:
         return self.llama.tokenizer.is_end(id) and not self.ignore_eos
@@ -553,66 +620,8 @@ class Generation(Iterator[Token]):
         return "context" if len(self.prompt_ids) + len(self.ids) > self.llama.context else ""
 
 
-def new_ids(
-    llama: Llama,
-    prompt_ids: list[int],
-    max_tokens: int,
-    sampled: Callable[[], Generator[int, None, None]],
-    times: Timings,
-    progress: Progress | None,
-) -> Generator[int, None, None]:
-    """Prompt tokens that are in the KV cache already are not computed again; `sampled` continues the sequence.
-
-    No Generation among the arguments: without a reference cycle, one that is dropped ends at once.
-    """
-    engine, sequence = llama.loaded.engine, llama.sequence
-    start = time.perf_counter()
-    shared = engine.begin(sequence, prompt_ids)
-    times.prompt_tokens, times.cached_tokens = len(prompt_ids), shared
-    engine.reserve(sequence, len(prompt_ids) - shared + abs(max_tokens))
-    engine.prefill(sequence, prompt_ids[shared:], progress)
-    if max_tokens == 0:
-        engine.read_logits()  # waits for the prompt
-        times.prefill_s = time.perf_counter() - start
-        return
-    first = start
-    with closing(sampled()) as ids:  # some Pythons keep a for loop's iterator when the generator is closed
-        for id in ids:
-            now = time.perf_counter()
-            if not times.tokens:
-                first = now
-                times.prefill_s = times.first_token_s = now - start
-            times.tokens += 1
-            times.decode_s = now - first
-            yield id
-
-
-def sampled_ids(
-    llama: Llama, prompt_ids: list[int], max_tokens: int, sampling: Sampling, matcher: Matcher | None = None
-) -> Generator[int, None, None]:
-    """Continue the sequence, on the device if its kernel can."""
-    engine, sequence = llama.loaded.engine, llama.sequence
-    most = None if max_tokens < 0 else max_tokens
-    if matcher or (not sampling.greedy and not engine.samples_on_device(sampling)):
-        yield from engine.sample_on_host(sequence, host_sampler(sampling, prompt_ids, matcher))
-        return
-    need_finite(engine.read_logits())  # the device would sample an arbitrary token from NaN logits
-    if sampling.greedy:
-        yield from engine.greedy(sequence, most)
-    else:
-        yield from engine.sample(sequence, sampling, prompt_ids, most)
-
-
-def scored_ids(
-    llama: Llama,
-    prompt_ids: list[int],
-    sampling: Sampling,
-    top: int,
-    logprobs: list[Logprob],
-    matcher: Matcher | None = None,
-) -> Generator[int, None, None]:
-    """Continue the sequence on the host, and append the log probabilities of each token."""
-    sample, tokenizer = host_sampler(sampling, prompt_ids, matcher), llama.tokenizer
+def scored(tokenizer: Tokenizer, sample: HostSample, top: int, logprobs: list[Logprob]) -> HostSample:
+    """`sample`, which also appends the log probabilities of each token."""
 
     def text_of(id: int) -> str:
         padding = id >= tokenizer.vocab_size  # a row of the embedding table without a token
@@ -626,7 +635,7 @@ def scored_ids(
         logprobs.append(Logprob(id, text_of(id), float(logs[id]), found))
         return id
 
-    return llama.loaded.engine.sample_on_host(llama.sequence, sample_next)
+    return sample_next
 
 
 def possible_stop(text: str, stops: Sequence[str]) -> int:

@@ -40,13 +40,13 @@ def perplexity(
 ) -> Perplexity:
     """`progress` gets the number of chunks done and of all chunks."""
     chunks = chunks_of(llama.tokenizer, text, context)
-    engine, sequence = llama.loaded.engine, llama.sequence
     scored: list[NDArray[np.float32]] = []
-    for i, chunk in enumerate(chunks):
-        sequence.truncate(0)
-        scored.append(engine.log_probs(sequence, chunk)[context // 2 :])
-        if progress:
-            progress(i + 1, len(chunks))
+    with llama.scheduler.alone(context) as sequence:
+        for i, chunk in enumerate(chunks):
+            sequence.truncate(0)
+            scored.append(llama.loaded.engine.log_probs(sequence, chunk)[context // 2 :])
+            if progress:
+                progress(i + 1, len(chunks))
     losses = -np.concatenate(scored).astype(np.float64)
     mean = losses.mean()
     if not mean < 700:  # NaN, or too large for exp

@@ -59,6 +59,16 @@ def bench(
     n_depth: Annotated[
         Names, typer.Option("-d", "--n-depth", help="Tokens in the KV cache before each case (default: 0).")
     ] = None,
+    n_parallel: Annotated[
+        Names,
+        typer.Option(
+            *("-npl", "--parallel"),
+            help="Sequences at once: measure these, with llama-batched-bench's columns (default: one, as llama-bench).",
+        ),
+    ] = None,
+    shared_prompt: Annotated[
+        bool, typer.Option("-pps", "--shared-prompt", help="With --parallel: all sequences begin with one prompt.")
+    ] = False,
     batch: Annotated[Names, typer.Option("-b", "--batch-size", help="Upper limit of -ub (default: 2048).")] = None,
     ubatch: Annotated[
         Names,
@@ -113,6 +123,13 @@ def bench(
     from llamagpu.bench.cases import make_cases, numbers
     from llamagpu.cli.bench_progress import BenchProgress, source_name
 
+    if n_parallel:
+        from llamagpu.cli.bench_parallel import parallel
+
+        models = sources(model, hf_repo, hf_file, synthetic, offline, quiet)
+        options = BenchOptions(repetitions, delay, not no_warmup, precision, device)
+        lengths = numbers(n_prompt or ["128"], 1), numbers(n_gen or ["64"], 1)
+        return parallel(models, numbers(n_parallel, 1), *lengths, shared_prompt, options, output, quiet)
     cases = make_cases(
         prompts=numbers(n_prompt or ["512"]),
         gens=numbers(n_gen or ["128"]),

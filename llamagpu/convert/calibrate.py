@@ -48,13 +48,16 @@ def calibrate(
     sums: dict[str, NDArray[np.float64]] = {}
     # On every adapter the inputs of linears are f32, and a step takes a whole chunk of text.
     high, f32 = Precision.HIGH, KvType.F32
-    with Llama(path, device=device, context=context, chunk=context, precision=high, kv_type=f32) as llama:
+    with (
+        Llama(path, device=device, context=context, chunk=context, precision=high, kv_type=f32) as llama,
+        llama.scheduler.alone(context) as sequence,
+    ):
         engine = llama.loaded.engine
         chunks = chunks_of(llama.tokenizer, text, context)[: max(1, CALIBRATION_TOKENS // context)]
         linears = split_at_linears(engine.model.layer_dispatches(context))
-        engine.reserve(llama.sequence, context)
+        engine.reserve(sequence, context)
         for i, ids in enumerate(chunks):
-            engine.model.write_step([Segment(0, 0, ids)])
+            engine.model.write_step([Segment(sequence.slot, 0, ids)])
             for before, linear in linears:
                 engine.recorder.submit([Step(before, len(ids))])
                 assert isinstance(linear.shape, Linear)

@@ -188,6 +188,11 @@ class Engine:
         self.check()
         return self.gpu.read(self.model.logits, np.float32, self.config.vocab)
 
+    def segment_logits(self, segment: int) -> NDArray[np.float32]:
+        """The logits [vocab] of the last row of a segment of the last step."""
+        vocab = self.config.vocab
+        return self.gpu.read(self.model.logits, np.float32, vocab, 4 * segment * vocab)
+
     def log_probs(self, sequence: Sequence, ids: Items[int]) -> NDArray[np.float32]:
         """Append ids. Return, for each but the last, the log probability of the id after it."""
         return self._checked(sequence, lambda: self._log_probs(sequence, ids))

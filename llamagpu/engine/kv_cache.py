@@ -135,6 +135,10 @@ class KvCache(ABC):
         self.table.assign(sequence.slot, sequence.pages)
         return True
 
+    def has_room(self, positions: int) -> bool:
+        """Whether a new sequence could have so many positions."""
+        return -(-positions // PAGE) <= self.pool.available
+
     def _make_writable(self, sequence: Sequence) -> bool:
         """Needed where the sequence was cut short, or can be found: its pages may hold more than its ids."""
         pool, pages = self.pool, sequence.pages

@@ -149,12 +149,14 @@ def resolve(options: EngineOptions, source: ModelSource, gpu: Gpu) -> Settings:
     kv_type = options.kv_type or (KvType.F32 if textures or not caps.native_f16 else KvType.F16)
     context = options.context or min(c.context, routes.max_positions(c.head_dim, caps, textures) or c.context)
     capacity = context
-    if options.kv_memory or not options.context:
+    if options.kv_positions:
+        capacity = options.kv_positions
+    elif options.kv_memory or not options.context:
         held = positions_in(options, c, kv_type, backend, gpu)
         context = min(context, held)
         capacity = held if options.kv_memory else context
     chunk = options.chunk or routes.default_chunk(caps, precision is Precision.FAST, textures)
-    return Settings(precision, kv_type, backend, min(chunk, context), context, capacity)
+    return Settings(precision, kv_type, backend, min(chunk, context), context, capacity, options.parallel)
 
 
 def positions_in(options: EngineOptions, c: ModelConfig, kv_type: KvType, backend: Backend, gpu: Gpu) -> int:

@@ -35,6 +35,8 @@ class EngineOptions:
     kv_type: KvType | None = None
     precision: Precision | None = None
     backend: Backend | None = None
+    parallel: int = 1  # sequences that a step may have
+    kv_positions: int | None = None  # of all sequences together, in place of kv_memory
     kv_memory: int | None = None  # MiB of the KV cache in all; None: of one sequence of `context`, or a default
 
     def __post_init__(self) -> None:

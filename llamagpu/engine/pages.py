@@ -137,6 +137,6 @@ class PagePool:
         return Prefix(tuple(pages), position + length)
 
 
-def common(a: Ids, b: Ids) -> int:
+def common(a: Items[int], b: Items[int]) -> int:
     """How many leading ids are equal."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

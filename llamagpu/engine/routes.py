@@ -921,7 +921,7 @@ TEXTURE_ATTEND: Table[Attention] = (
         "attend_texture",
         lambda s, c: s.m > 1,
         "m > 1",
-        lambda s, c, caps, rows, position: (-(-rows * s.heads_per_kv // c["WORKGROUP"]), s.kv_heads, 1),
+        lambda s, c, caps, rows, position: (-(-rows * s.heads_per_kv // c["WORKGROUP"]), s.kv_heads, s.segments),
         (Role.PAGES, Role.BROADCAST),
         one_vector=True,
     ),

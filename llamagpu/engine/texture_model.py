@@ -41,7 +41,7 @@ class TextureModel(Model):
         self.up: Texture | None = None
         if any(len(layer.gate_up) > 1 for layer in weights.layers):
             self.gate, self.up = (gpu.texture(c.ffn_dim // 4, rows, name) for name in ("gate", "up"))
-        self._dispatches: dict[int, list[Dispatch]] = {}
+        self._dispatches: dict[tuple[int, int], list[Dispatch]] = {}  # by rows and segments
 
     def scratch(self) -> list[Bindable]:
         own = [self.x, self.mid, self.h, self.q, self.act, self.gate, self.up]
@@ -59,26 +59,26 @@ class TextureModel(Model):
         return routes.score_workgroups(position, routes.vector_lanes(self.gpu.caps))
 
     def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]:
-        assert key.segments == 1, "one row's attention reads one sequence"
-        if key.width not in self._dispatches:
-            self._dispatches[key.width] = [*self.layer_dispatches(key.width), *self.head()]
-        found = self._dispatches[key.width]
+        shape = key.width, key.segments
+        if shape not in self._dispatches:
+            self._dispatches[shape] = [*self.layer_dispatches(*shape), *self.head(key.segments)]
+        found = self._dispatches[shape]
         if key.width > 1:
             return found
         return [replace(dispatch, grid=dispatch.grid_for(1, position)) for dispatch in found]
 
-    def layer_dispatches(self, rows: int) -> list[Dispatch]:
+    def layer_dispatches(self, rows: int, segments: int = 1) -> list[Dispatch]:
         embed = self.ops.embed(self.weights.token_embd, self.x, rows, routes.TEXTURE_EMBED)
         dispatches = tagged(embed, "embedding", None)
         for i, (layer, texture) in enumerate(zip(self.weights.layers, self.cache.textures, strict=True)):
-            dispatches += self.layer(i, layer, texture, rows)
+            dispatches += self.layer(i, layer, texture, rows, segments)
         return dispatches
 
-    def layer(self, i: int, layer: Layer, cache: Texture, m: int) -> list[Dispatch]:
+    def layer(self, i: int, layer: Layer, cache: Texture, m: int, segments: int) -> list[Dispatch]:
         c = self.config
         consts: Consts = ops.head_consts(c) | {"ROPE_DIMS": c.rope_dims}
         to_qkv = Output(Epilogue.TEXTURE_QKV, {"y": self.q, "cache": cache, "rope": self.cache.rope}, consts)
-        shape = attention_shape(c, m)
+        shape = attention_shape(c, m, segments=segments)
         attention = self.ops.attend_textures(shape, self.q, cache, self.cache.scores, self.h)
         to_mid = Output(Epilogue.TEXTURE_ADD, {"base": self.x, "y": self.mid})
         to_x = Output(Epilogue.TEXTURE_ADD, {"base": self.mid, "y": self.x})
@@ -90,13 +90,15 @@ class TextureModel(Model):
             *tagged(self.linear(self.act, layer.ffn_down, m, to_x), "ffn_down", i),
         ]
 
-    def head(self) -> list[Dispatch]:
-        """From the last row to its logits and the candidates of sampling."""
+    def head(self, segments: int) -> list[Dispatch]:
+        """From the last row of each segment to its logits and the candidates of sampling."""
         matrix = self.weights.output
-        norm = self.norm(self.x, self.weights.output_norm, 1, last_rows=True)
-        output = Output(Epilogue.TEXTURE_TO_BUFFER, {"y": self.logits}, {"WIDTH": matrix.n})
-        linear = self.linear(self.h, matrix, 1, output)
-        argmax = self.ops.argmax(self.logits, self.candidates, matrix.n)
+        norm = self.norm(self.x, self.weights.output_norm, segments, last_rows=True)
+        step = self.step if segments == 1 else self.head_step
+        bindings = {"y": self.logits, "step": step.buffer}
+        output = Output(Epilogue.TEXTURE_TO_BUFFER, bindings, {"WIDTH": matrix.n})
+        linear = [ops.fixed_grid(d, segments) for d in self.linear(self.h, matrix, segments, output)]
+        argmax = self.ops.argmax(self.logits, self.candidates, matrix.n, segments)
         return [
             *tagged([norm], "output_norm", None),
             *tagged(linear, "output", None),

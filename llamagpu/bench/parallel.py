@@ -1,0 +1,123 @@
+"""Many sequences at once, with llama-batched-bench's columns: prompts of PP tokens, TG new ones each, B sequences."""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamagpu import markdown
+from llamagpu.bench.bench import BenchOptions, case_facts, model_facts, open_for
+from llamagpu.bench.cases import BenchCase
+from llamagpu.bench.report import FORMATS, Row
+from llamagpu.engine.engine import Engine
+from llamagpu.engine.load import Progress, Source, load_model
+from llamagpu.engine.options import EngineOptions
+from llamagpu.engine.sampler import Sampling
+from llamagpu.engine.scheduler import Request, Scheduler
+from llamagpu.gpu.device import Gpu, map_device_lost
+
+COLUMNS = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
+FIELDS = (
+    "build_commit", "model_filename", "model_type", "type_k", "pp", "tg", "pl", "is_pp_shared", "n_kv", "t_pp",
+    "speed_pp", "t_tg", "speed_tg", "t", "speed", "test_time", "adapter", "driver", "wgpu_version", "kernel_set",
+    "precision",
+)  # fmt: skip
+GREEDY = Sampling(temperature=0)
+
+Starts = Callable[[int, int, int, int], None]  # gets PP, TG, B and the repetition that is about to run
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    prompts_s: float  # until the first token of every sequence
+    tokens_s: float  # from there to the last token of the last sequence
+
+
+def prompts_of(engine: Engine, tokens: int, count: int, shared: bool, seed: int) -> list[list[int]]:
+    """Random prompts, or one prompt in which only the last token differs."""
+    rng = np.random.default_rng(seed)
+    found = rng.integers(0, engine.config.vocab, (count, tokens))
+    if shared:
+        found[:, :-1] = found[0, :-1]
+    return [[int(id) for id in row] for row in found]
+
+
+def run(engine: Engine, prompts: Items[list[int]], new: int) -> Times:
+    """All prompts, and `new` tokens after each of them."""
+    scheduler = Scheduler(engine)
+    requests = [Request(prompt, GREEDY, new) for prompt in prompts]
+    began = time.perf_counter()
+    for request in requests:
+        scheduler.submit(request)
+    while not all(request.new for request in requests):
+        scheduler.step()
+    first = time.perf_counter()
+    while not all(request.done for request in requests):
+        scheduler.step()
+    return Times(first - began, time.perf_counter() - first)
+
+
+def bench_parallel(
+    source: Source,
+    widths: Items[int],
+    prompt: int,
+    new: int,
+    shared: bool,
+    options: BenchOptions,
+    starts: Starts = lambda pp, tg, b, repetition: None,
+    progress: Progress | None = None,
+) -> list[Row]:
+    """A row for each number of sequences. Of the repetitions the fastest counts, as in llama-batched-bench one run."""
+    with map_device_lost(), closing(Gpu.open(options.device)) as gpu:
+        most, positions = max(widths), prompt + new
+        case = BenchCase(0, 0, None, 0, prompt, new)
+        asked = EngineOptions(
+            context=positions, precision=options.precision, parallel=most, kv_positions=most * (positions + 64)
+        )
+        with closing(open_for(source, [case])) as opened:
+            loaded = load_model(opened, asked, gpu=gpu, progress=progress)
+            facts, found = case_facts(model_facts(opened), loaded.engine, case), []
+            for width in widths:
+                runs = []
+                for repetition in range(options.repetitions + options.warmup):
+                    starts(prompt, new, width, repetition)
+                    runs.append(run(loaded.engine, prompts_of(loaded.engine, prompt, width, shared, repetition), new))
+                best = min(runs[options.warmup :], key=lambda times: times.prompts_s + times.tokens_s)
+                found.append(facts | row(prompt, new, width, shared, best))
+            return found
+
+
+def row(prompt: int, new: int, width: int, shared: bool, times: Times) -> Row:
+    computed = width + prompt - 1 if shared else width * prompt
+    later = width * (new - 1)  # the first token of each comes with its prompt
+    total = times.prompts_s + times.tokens_s
+    return {
+        "test_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "pp": prompt,
+        "tg": new,
+        "pl": width,
+        "is_pp_shared": shared,
+        "n_kv": computed + width * new,
+        "t_pp": times.prompts_s,
+        "speed_pp": computed / times.prompts_s,
+        "t_tg": times.tokens_s,
+        "speed_tg": later / times.tokens_s if later else 0.0,
+        "t": total,
+        "speed": (computed + width * new) / total,
+    }
+
+
+def written(rows: Items[Row], output: str) -> str:
+    if output == "md":
+        return markdown.table(COLUMNS, [cells(row) for row in rows])
+    printer = FORMATS[output](FIELDS, FIELDS)
+    return printer.header() + "".join(map(printer.row, rows)) + printer.footer()
+
+
+def cells(row: Row) -> list[str]:
+    counts = [str(row[name]) for name in ("pp", "tg", "pl", "n_kv")]
+    pairs = ((row["t_pp"], row["speed_pp"]), (row["t_tg"], row["speed_tg"]), (row["t"], row["speed"]))
+    return counts + [text for seconds, speed in pairs for text in (f"{seconds:.3f}", f"{speed:.2f}")]

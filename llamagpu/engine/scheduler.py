@@ -1,0 +1,489 @@
+"""Continuous batching: many requests share the steps of one engine.
+
+A step takes a row of every sequence that decodes, and prompt rows within a budget of time, so that nobody's tokens wait
+for somebody's long prompt. Requests join and leave between steps. While the same ones only decode and the device can
+sample for all of them, steps are submitted ahead, each feeding the next on the device.
+
+A scheduler belongs to the thread that holds its lock: whoever waits for a token runs steps, for everybody.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamagpu.engine.decode import MAX_TOKENS_PER_SUBMIT, SUBMISSIONS_IN_FLIGHT, SUBMIT_S
+from llamagpu.engine.device_sampler import RING
+from llamagpu.engine.engine import Engine, Progress
+from llamagpu.engine.pages import PAGE, common
+from llamagpu.engine.sampler import Sampling, need_finite
+from llamagpu.engine.sequence import Sequence
+from llamagpu.engine.step_inputs import MAX_SEGMENTS, Segment
+from llamagpu.errors import DeviceLost, DoesNotFit, LlamaGpuError, Overloaded
+from llamagpu.gpu.recorder import Pending, Step
+
+STALL_S = 0.08  # how long prompt rows may keep decoding sequences waiting
+FEWEST_PROMPT_ROWS = 32  # of a step with decoding rows, however slow the device
+MAX_WAITING = 1024  # requests in the queue
+
+GREEDY = Sampling(temperature=0)
+
+HostSample = Callable[[NDArray[np.float32]], int]  # from the logits of a row to its token
+
+
+class State(Enum):
+    WAITING = auto()
+    PROMPT = auto()  # its prompt is being computed
+    DECODE = auto()
+    PAUSED = auto()  # its pages were needed: keys and values are in the host's memory
+    DONE = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One text to continue. `new` grows; `state` is DONE at the end, and `error` says why, if not as wished."""
+
+    prompt: list[int]
+    sampling: Sampling
+    most: int | None = None  # new tokens; None: until the context is full
+    is_end: Callable[[int], bool] = field(default=lambda id: False)
+    sample: HostSample | None = None  # samples on the host, where the device cannot
+    progress: Progress | None = None
+    new: list[int] = field(default_factory=list)
+    state: State = State.WAITING
+    error: BaseException | None = None
+    cancelled: bool = False
+    cached: int = 0  # prompt tokens that were in the KV cache
+    sequence: Sequence = field(default_factory=Sequence)
+    taken: int = 0  # new tokens that the consumer has seen
+    saved: list[NDArray[np.uint8]] | None = None  # keys and values of a paused one, of `computed` ids
+    paused_at: int = 0  # how many ids those are
+
+    @property
+    def on_device(self) -> Sampling:
+        """What the device samples; where the host samples, a kernel that leaves the logits as they are."""
+        return GREEDY if self.sample else self.sampling
+
+    @property
+    def last(self) -> int:
+        """The token that is sampled, but whose keys and values are not computed."""
+        return self.new[-1]
+
+    @property
+    def done(self) -> bool:
+        return self.state is State.DONE
+
+    @property
+    def computed(self) -> list[int]:
+        """The ids whose keys and values were computed."""
+        return [*self.prompt, *self.new[:-1]]
+
+    def left(self, context: int) -> int:
+        """How many more tokens it may get."""
+        by_context = context + 1 - len(self.prompt) - len(self.new)
+        return by_context if self.most is None else min(by_context, self.most - len(self.new))
+
+
+@dataclass(slots=True)
+class Flight:
+    """Decode steps that are submitted and not read back."""
+
+    requests: list[Request]
+    positions: list[int]  # of each request's next row
+    pending: deque[tuple[Pending, int]] = field(default_factory=deque)
+    first: bool = True  # the host has written the tokens of the first step
+
+
+class Scheduler:
+    """Requests on one engine. All public methods may be called from any thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.lock = threading.RLock()
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # the oldest first; each has a slot
+        self.slots = list(range(min(engine.settings.slots, MAX_SEGMENTS) - 1, -1, -1))  # free ones
+        self.flight: Flight | None = None
+        self.row_s = 0.0  # seconds for a prompt row, as measured last
+
+    # Requests
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. One that can never fit, or that finds the queue full, is refused."""
+        needed, holds = len(request.prompt) + 1, min(self.engine.settings.context, self.engine.cache.positions)
+        if needed > holds:
+            cause = f"{len(request.prompt)} prompt tokens need a context of {needed}; there is room for {holds}"
+            raise DoesNotFit(cause, "use a shorter prompt, or a larger -c or --kv-memory")
+        with self.lock:
+            if len(self.waiting) >= MAX_WAITING:
+                raise Overloaded(f"{len(self.waiting)} requests are waiting", "try again later")
+            self.waiting.append(request)
+
+    def next_token(self, request: Request) -> int | None:
+        """The next new token of a request, None at its end. Runs steps, for all requests, until it is there."""
+        while True:
+            if request.taken < len(request.new):
+                request.taken += 1
+                return request.new[request.taken - 1]
+            if request.done:
+                if request.error:
+                    raise request.error
+                return None
+            with self.lock:
+                if request.taken == len(request.new) and not request.done:
+                    self.step()
+
+    def cancel(self, request: Request) -> None:
+        """End a request. Its pages are free after the step that runs."""
+        request.cancelled = True
+        if self.lock.acquire(blocking=False):
+            try:
+                self._drop_cancelled()
+            finally:
+                self.lock.release()
+
+    @contextmanager
+    def alone(self, positions: int) -> Iterator[Sequence]:
+        """A sequence of the caller's own, with room for so many positions. All requests wait until it ends."""
+        with self.lock:
+            self._land()
+            while self.running and (not self.slots or not self.engine.cache.has_room(positions)):
+                self._pause(self.running[-1])
+            sequence = Sequence(self.slots.pop())
+            try:
+                yield sequence
+            finally:
+                self.engine.end(sequence)
+                self.slots.append(sequence.slot)
+
+    def close(self, reason: BaseException) -> None:
+        """End all requests."""
+        with self.lock:
+            self._abandon()
+            for request in [*self.running, *self.waiting]:
+                self._finish(request, reason)
+
+    # Steps
+
+    def step(self) -> None:
+        """Run what is due: tokens for those who decode, or a piece of a prompt."""
+        try:
+            self._drop_cancelled()
+            self._admit()
+            if not self.running:
+                return
+            if self._steady():
+                self._decode_ahead()
+            else:
+                self._land()
+                self._drop_cancelled()
+                self._mixed_step()
+        except BaseException as error:
+            self._abandon()
+            if isinstance(error, DeviceLost):
+                for request in [*self.running, *self.waiting]:
+                    self._finish(request, error)
+            raise
+
+    def _steady(self) -> bool:
+        """Whether all running requests decode, on the device, and they are those in flight, if any are."""
+        steady = all(r.state is State.DECODE and r.sample is None for r in self.running)
+        return steady and (self.flight is None or self.flight.requests == self.running)
+
+    def _drop_cancelled(self) -> None:
+        for request in [*self.running, *self.waiting]:
+            if request.cancelled and request.state is not State.DONE:
+                if self.flight and request in self.flight.requests:
+                    self._land()
+                self._finish(request)
+
+    def _finish(self, request: Request, error: BaseException | None = None) -> None:
+        request.state, request.error, request.saved = State.DONE, error, None
+        if request in self.running:
+            self.running.remove(request)
+            self._leave(request)
+        with suppress(ValueError):
+            self.waiting.remove(request)
+
+    def _leave(self, request: Request) -> None:
+        """Give slot and pages back; pages that hold a prefix can be found again."""
+        self.engine.unchecked.discard(request.sequence)
+        self.engine.cache.end(request.sequence)
+        self.slots.append(request.sequence.slot)
+
+    # Who runs
+
+    def _admit(self) -> None:
+        while self.waiting and self.slots and self._start(self.waiting[0]):
+            self.running.append(self.waiting.popleft())
+
+    def _start(self, request: Request) -> bool:
+        """Give a request a slot and pages for its prompt. False if it has to wait."""
+        if self.flight and self.flight.pending:
+            self._land()
+        cache, sequence = self.engine.cache, request.sequence
+        sequence.slot = self.slots[-1]
+        if request.saved is not None:
+            if not cache.reserve(sequence, request.paused_at + 1):
+                cache.end(sequence)
+                return False
+            cache.write(sequence, request.paused_at, taker(request.saved))
+            sequence.ids, sequence.checked = request.computed[: request.paused_at], request.paused_at
+            request.saved, request.state = None, State.DECODE if request.new else State.PROMPT
+        else:
+            if self._will_share(request.prompt):
+                return False
+            request.cached = cache.begin(sequence, request.prompt)
+            if not cache.reserve(sequence, len(request.prompt) + 1):
+                cache.end(sequence)
+                return False
+            request.state = State.PROMPT
+        self.slots.pop()
+        return True
+
+    def _will_share(self, prompt: list[int]) -> bool:
+        """Whether a prompt that is being computed begins like this one: its pages can be shared soon."""
+        found = self.engine.cache.pool.find(prompt[:-1]).positions
+        computing = (r.prompt for r in self.running if r.state is State.PROMPT)
+        return any(common(prompt[:-1], other) // PAGE * PAGE > found for other in computing)
+
+    def _make_room(self, request: Request, positions: int) -> bool:
+        """Pages for so many positions of a decoding request; the youngest others are paused for it."""
+        cache = self.engine.cache
+        while not cache.reserve(request.sequence, positions):
+            younger = [r for r in self.running if r.state is State.DECODE and r is not request]
+            if not younger or self.running.index(younger[-1]) < self.running.index(request):
+                return False
+            self._pause(younger[-1])
+        return True
+
+    def _pause(self, request: Request) -> None:
+        request.paused_at = len(request.sequence)
+        request.saved = list(self.engine.cache.read(request.sequence, request.paused_at))
+        request.state = State.PAUSED
+        self.running.remove(request)
+        self._leave(request)
+        self.waiting.appendleft(request)
+
+    # One step that waits: prompts, tokens that the host samples
+
+    def _mixed_step(self) -> None:
+        decoding = self._rows_with_room()
+        prompts = self._prompt_pieces(len(decoding))
+        requests = [*decoding, *(request for request, _ in prompts)]
+        if not requests:
+            return
+        segments = [Segment(r.sequence.slot, len(r.sequence), [r.last]) for r in decoding]
+        segments += [Segment(r.sequence.slot, len(r.sequence), piece) for r, piece in prompts]
+        complete = [
+            i
+            for i, r in enumerate(requests)
+            if r.state is State.DECODE or len(r.sequence) + len(segments[i].tokens) == len(r.prompt)
+        ]
+        began, compiled = time.perf_counter(), self.engine.gpu.compile_seconds
+        pending = self._run(segments, requests, complete)
+        for request, segment in zip(requests, segments, strict=True):
+            request.sequence.ids += segment.tokens
+            self.engine.unchecked.add(request.sequence)
+        if pending is None:
+            self._report(prompts)
+            return
+        ring = pending.wait()
+        if ring[self.engine.model.sampler.timed_out_word] or self.engine.subgroups_differ():
+            self._repair(requests, segments)
+            return
+        compiling = self.engine.gpu.compile_seconds - compiled
+        self._measure(sum(len(piece) for _, piece in prompts), time.perf_counter() - began - compiling)
+        self._report(prompts)
+        for i in complete:
+            self._deliver(requests[i], i, ring)
+
+    def _rows_with_room(self) -> list[Request]:
+        """The decoding requests, each with a page for its next position; those without are paused or end."""
+        for request in [r for r in self.running if r.state is State.DECODE]:
+            if request.state is State.DECODE and not self._make_room(request, len(request.sequence) + 1):
+                if len(self.running) == 1:
+                    self._finish(request)  # alone, and no page is left: the context is full
+                else:
+                    self._pause(request)
+        return [r for r in self.running if r.state is State.DECODE]
+
+    def _prompt_pieces(self, decoding: int) -> list[tuple[Request, list[int]]]:
+        """The next rows of prompts, the oldest first, as many as the budget allows beside `decoding` rows."""
+        budget = min(self.engine.step_size.rows, self.engine.model.chunk - decoding)
+        if decoding and self.row_s:
+            budget = min(budget, max(FEWEST_PROMPT_ROWS, int(STALL_S / self.row_s)))
+        found = []
+        for request in self.running:
+            if request.state is State.PROMPT and budget:
+                done = len(request.sequence)
+                piece = request.prompt[done : done + budget]
+                budget -= len(piece)
+                found.append((request, piece))
+        return found
+
+    def _run(self, segments: list[Segment], requests: list[Request], complete: list[int]) -> Pending | None:
+        engine, model = self.engine, self.engine.model
+        rows, position = sum(len(s.tokens) for s in segments), max(s.position for s in segments)
+        model.write_step(segments)
+        plan = Step(model.plan(rows, position, segments=len(segments)), rows, position)
+        if not complete:
+            engine.recorder.submit([plan])
+            return None
+        self._configure([requests[i] for i in complete])
+        greedy = all(requests[i].on_device.greedy for i in complete)
+        sample = Step(model.sample_plan(greedy, len(segments)), rows, position)
+        return engine.recorder.submit([plan, sample], model.sampler.ring)
+
+    def _measure(self, rows: int, seconds: float) -> None:
+        if rows:
+            self.row_s = seconds / rows if not self.row_s else 0.5 * (self.row_s + seconds / rows)
+
+    def _report(self, prompts: Iterable[tuple[Request, list[int]]]) -> None:
+        for request, _ in prompts:
+            if request.progress:
+                self.engine.gpu.wait_idle()
+                request.progress(len(request.sequence) - request.cached, len(request.prompt) - request.cached)
+
+    def _deliver(self, request: Request, segment: int, ring: NDArray[np.uint32]) -> None:
+        """The token of a row that a step has computed."""
+        request.sequence.checked = len(request.sequence)
+        if request.state is State.PROMPT:
+            self.engine.cache.record(request.sequence)
+        try:
+            if request.sample or request.state is State.PROMPT:
+                logits = self.engine.segment_logits(segment)
+                need_finite(logits)
+            token = request.sample(logits) if request.sample else self._sampled(ring, request)
+        except LlamaGpuError as error:  # it ends alone
+            self._finish(request, error)
+            return
+        request.state = State.DECODE
+        if request.most == 0:  # only the prompt was wanted
+            self._finish(request)
+        else:
+            self._append(request, token)
+
+    def _sampled(self, ring: NDArray[np.uint32], request: Request) -> int:
+        position = len(request.sequence) - 1
+        return int(ring[request.sequence.slot * self.engine.model.sampler.ring_words + position % RING])
+
+    def _append(self, request: Request, token: int) -> None:
+        request.new.append(token)
+        if request.is_end(token) or request.left(self.engine.settings.context) <= 0:
+            self._finish(request)
+
+    # Steps ahead: nothing but decode, sampled on the device
+
+    def _decode_ahead(self) -> None:
+        flight = self.flight
+        if flight is None:
+            ready = self._rows_with_room()
+            if ready != self.running or not ready:
+                return
+            flight = self.flight = Flight(list(ready), [len(r.sequence) for r in ready])
+            self.engine.model.write_step([Segment(r.sequence.slot, len(r.sequence), [r.last]) for r in ready])
+            self._configure(ready)
+        while len(flight.pending) < SUBMISSIONS_IN_FLIGHT and (count := self._ahead(flight)):
+            self._submit_ahead(flight, count)
+        if not flight.pending:
+            self.flight = None
+            if self._rows_with_room() == self.running:  # else some were paused
+                self._mixed_step()
+            return
+        self._receive(flight)
+
+    def _configure(self, requests: list[Request]) -> None:
+        """Tell the sampling kernel what each wants. The greedy kernel, where all are greedy, needs nothing."""
+        if not all(r.on_device.greedy for r in requests):
+            for r in requests:
+                known = [*r.prompt, *r.new]
+                self.engine.model.sampler.configure(r.sequence.slot, r.on_device, known, len(known) - 1)
+
+    def _ahead(self, flight: Flight) -> int:
+        """How many more steps may be submitted: pages and the context must hold them, somebody must want them."""
+        submitted = flight.positions[0] - len(flight.requests[0].sequence)
+        context = self.engine.settings.context
+        wanted = max(r.left(context) for r in flight.requests) - submitted
+        fitting = min(context - position for position in flight.positions)
+        count = min(self.engine.tokens_per_submit, wanted, fitting)
+        if count <= 0:
+            return 0
+        # and one position more: sampling looks up the cell of the next token
+        ends = [min(position + count + 1, context) for position in flight.positions]
+        pairs = zip(flight.requests, ends, strict=True)
+        return count if all(self.engine.cache.reserve(r.sequence, end) for r, end in pairs) else 0
+
+    def _submit_ahead(self, flight: Flight, count: int) -> None:
+        engine, model, rows = self.engine, self.engine.model, len(flight.requests)
+        sample = model.sample_plan(all(r.sampling.greedy for r in flight.requests), rows)
+        position, steps = max(flight.positions), []
+        for p in range(position, position + count):
+            embed = flight.first or not model.embeds_next
+            flight.first = False
+            steps += [Step(model.plan(rows, p, embed, rows), rows, p), Step(sample, rows, p)]
+        flight.pending.append((engine.recorder.submit(steps, model.sampler.ring, ahead=True), count))
+        flight.positions = [p + count for p in flight.positions]
+
+    def _receive(self, flight: Flight) -> None:
+        """The tokens of the oldest submission in flight."""
+        engine, began = self.engine, time.perf_counter()
+        result, count = flight.pending.popleft()
+        ring = result.wait()
+        if ring[engine.model.sampler.timed_out_word] or engine.subgroups_differ():
+            requests = flight.requests
+            self._abandon()
+            self._repair(requests, [])
+            return
+        step_s = (time.perf_counter() - began) / count
+        engine.tokens_per_submit = max(
+            1, min(2 * engine.tokens_per_submit, MAX_TOKENS_PER_SUBMIT, int(SUBMIT_S / max(step_s, 1e-6)))
+        )
+        for request in flight.requests:
+            for _ in range(count):
+                if request.state is not State.DECODE:
+                    break  # it has ended, and the rest of its tokens is nobody's
+                request.sequence.ids.append(request.last)
+                request.sequence.checked = len(request.sequence)
+                self._append(request, self._sampled(ring, request))
+
+    def _land(self) -> None:
+        """Receive everything in flight."""
+        while self.flight and self.flight.pending:
+            self._receive(self.flight)
+        self.flight = None
+
+    def _abandon(self) -> None:
+        """Drop what is in flight. The requests go on from the tokens that they have."""
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return
+        self.engine.recorder.drain()
+        for result, _ in flight.pending:
+            with suppress(DeviceLost):
+                result.wait()
+
+    def _repair(self, requests: list[Request], segments: list[Segment]) -> None:
+        """A kernel gave wrong numbers: they are computed again, with kernels that do not."""
+        for request, segment in zip(requests, segments, strict=False):  # the step counts for nothing
+            request.sequence.truncate(len(request.sequence) - len(segment.tokens))
+        self.engine.unchecked.update(r.sequence for r in requests if r.state is not State.DONE)
+        self.engine.check()
+
+
+def taker(pieces: Iterable[NDArray[np.uint8]]) -> Callable[[int], NDArray[np.uint8]]:
+    """A function that takes the next n bytes of the pieces."""
+    left = np.concatenate([piece.reshape(-1).view(np.uint8) for piece in pieces])
+
+    def take(count: int) -> NDArray[np.uint8]:
+        nonlocal left
+        taken, left = left[:count], left[count:]
+        return taken
+
+    return take
