@@ -245,6 +245,8 @@ class Scheduler:
                 return False
             request.state = State.PROMPT
         self.slots.pop()
+        if request.progress and request.state is State.PROMPT:
+            request.progress(0, len(request.prompt) - request.cached)
         return True
 
     def _will_share(self, prompt: list[int]) -> bool:
