@@ -80,10 +80,10 @@ def load_one(
 
 def forget(llama: Llama) -> None:
     """As if it had read nothing yet."""
-    engine = llama.loaded.engine
-    engine.discard(llama.sequence)
-    for page in list(engine.cache.pool.following.get(ROOT, {}).values()):
-        engine.cache.pool.forget(page)
+    pool = llama.loaded.engine.cache.pool
+    with llama.scheduler.alone(0):
+        for page in list(pool.following.get(ROOT, {}).values()):
+            pool.forget(page)
 
 
 def reserve(engine: Engine, slot: int, positions: int) -> TokenSequence:

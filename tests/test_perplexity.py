@@ -128,12 +128,12 @@ def differences(path: Path, gpu: Any, monkeypatch: Any, precision: str, chunks: 
         engine = llama.loaded.engine
         assert type(engine.model) is BufferModel and engine.model.int8_prefill == (precision == "fast")
         for ids in chunks:
-            llama.sequence.truncate(0)
             reference.clear()
             logits = reference.forward(ids)[:-1]
             logits -= logits.max(axis=1, keepdims=True)
             wanted = logits[range(len(ids) - 1), ids[1:]] - np.log(np.exp(logits).sum(axis=1))
-            found.append(engine.log_probs(llama.sequence, ids) - wanted)
+            with llama.scheduler.alone(len(ids)) as sequence:
+                found.append(engine.log_probs(sequence, ids) - wanted)
     return np.array(found)
 
 
