@@ -200,6 +200,8 @@ class FakeEngine:
         self.now += self.runs[0][1]
         yield from range(most)
 
+    def discard(self, sequence: Sequence) -> None: ...
+
     def wait_idle(self, gpu: object) -> None:
         self.calls.append(("wait",))
 

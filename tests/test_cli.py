@@ -387,7 +387,8 @@ def test_verbose(run, gpu, model):
     said = run("generate", "-m", model, "-p", "a b", "-n", 5, "-v", *RANDOM).err
     with Llama(model, device=gpu) as llama:
         settings = f"precision {llama.precision}, {'fused' if llama.fused else 'unfused'}\n"
-    stages = ("weights  ", "KV cache (1024)", "scratch", "total", "header ", "seed 7", "load ")
+        cache = f"KV cache ({llama.context})"
+    stages = ("weights  ", cache, "scratch", "total", "header ", "seed 7", "load ")
     offsets = [said.index(stage) for stage in stages]
     assert offsets == sorted(offsets)  # the memory plan comes first
     assert "device " in said and "kernels " in said and settings in said
