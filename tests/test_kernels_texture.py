@@ -217,9 +217,9 @@ ATTEND_STEPS = {
 @pytest.mark.parametrize("name", ATTEND_STEPS)
 @pytest.mark.parametrize("heads", [(6, 2, 64), (2, 2, 8), (4, 1, 128)], ids=["6/2x64", "2/2x8", "4/1x128"])
 def test_attention(gpu, heads, name, window):
-    """A cache texture of 16 rows: later positions are in further columns."""
+    """A cache texture of 64 rows: every page has columns of its own."""
     segments, (count, kv_heads, d) = ATTEND_STEPS[name], heads
-    rng, texture_rows, capacity, m = random(name), 16, 104, len(per_row(segments))
+    rng, texture_rows, capacity, m = random(name), 64, 104, len(per_row(segments))
     q = rng.standard_normal((m, count, d)).astype(np.float32)
     k, v = map(same_first_page, rng.standard_normal((2, SLOTS, kv_heads, capacity, d)).astype(np.float32))
     step = Steps(gpu, capacity, SLOTS)

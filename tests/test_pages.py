@@ -79,6 +79,26 @@ def test_twins_are_recorded_once():
     assert pool.available == 6 and len(pool.kept) == 0  # nothing that cannot be found is kept
 
 
+def test_a_page_that_grows_into_a_twin_is_forgotten():
+    pool = PagePool(4)
+    growing, other = fill(pool, [1, 2, 3]), fill(pool, [1, 2, 3, 5])
+    pool.record(growing, [1, 2, 3, 5])
+    assert pool.find([1, 2, 3, 5, 6]) == Prefix(tuple(other), 4)
+    pool.release(growing)
+    pool.release(other)
+    assert pool.take(4) is not None and not pool.contents
+
+
+def test_pages_that_no_sequence_got_are_free_again():
+    pool = PagePool(5)
+    held, kept = fill(pool, [1]), fill(pool, [2])
+    pool.release(kept)
+    pool.take(2)
+    pool.recount(held)
+    assert pool.available == 4 and list(pool.kept) == kept and len(set(pool.free)) == 3
+    assert pool.find([2]) == Prefix(tuple(kept), 1)
+
+
 def test_a_growing_page_is_recorded_again():
     pool, text = PagePool(4), [1, 2, 3]
     pages = fill(pool, text)

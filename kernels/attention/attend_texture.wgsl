@@ -1,9 +1,9 @@
 // y[m, HEADS, HEAD_DIM] = softmax(q K^T) V over a cache texture, causal, many tokens, texture backend (CPU adapters).
 // An invocation computes one token and head with its own online softmax. Neighbours share the KV head and the texels
 // that they read (broadcast_subgroup), so all of them loop over the same positions.
-// Needs HEAD_DIM % 4 == 0, HEAD_DIM <= 128 and fewer than 65535 positions: llvmpipe ends all loops of an invocation
-// after 65535 iterations in total, without an error. Loops over HEAD_DIM are unrolled and do not count. If a loop ends
-// early, y is NaN.
+// Needs HEAD_DIM % 4 == 0, HEAD_DIM <= 128, TEXTURE_ROWS % PAGE == 0 and few enough positions: llvmpipe
+// ends all loops of an invocation after 65535 iterations in total, without an error. Loops over HEAD_DIM are unrolled and
+// do not count. If a loop ends early, y is NaN.
 // Parts: pages, broadcast_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
@@ -48,26 +48,28 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let first_token = first_index / HEADS_PER_KV;
   let end = position + min((first_index + WORKGROUP - 1u) / HEADS_PER_KV, last) + 1u;
   var p = first_seen(position + first_token);
-  var cell = cell_of(segment.z, p);
-  for (; p < end; p++) {
-    if (p % PAGE == 0u) { cell = cell_of(segment.z, p); }
-    let row = cell % TEXTURE_ROWS;
+  while (p < end) {
+    let cell = cell_of(segment.z, p);
     let keys = (cell / TEXTURE_ROWS * 2u * KV_HEADS + workgroup.y) * HEAD_VEC4;
-    cell += 1u;
-    let k = broadcast_texels(lane, keys, row);
-    let l = broadcast_rest(lane, keys, row);
-    var products = vec4<f32>();
-    for (var i = 0u; i < HEAD_VEC4; i++) { products += q[i] * select(k[i % 16u], l[i % 16u], i >= 16u); }
-    let seen = p >= begin && p <= position + token;
-    let s = select(-1e30, dot(products, vec4<f32>(1.0)), seen);
-    let new_top = max(top, s);
-    let rescale = exp(top - new_top);
-    let e = select(0.0, exp(s - new_top), seen);
-    top = new_top;
-    total = total * rescale + e;
-    let v = broadcast_texels(lane, keys + KV_HEADS * HEAD_VEC4, row);
-    let w = broadcast_rest(lane, keys + KV_HEADS * HEAD_VEC4, row);
-    for (var i = 0u; i < HEAD_VEC4; i++) { acc[i] = acc[i] * rescale + e * select(v[i % 16u], w[i % 16u], i >= 16u); }
+    let first_row = cell % TEXTURE_ROWS - p;  // of position 0, if all were in this page
+    let page_end = min((p / PAGE + 1u) * PAGE, end);
+    for (; p < page_end; p++) {
+      let row = first_row + p;
+      let k = broadcast_texels(lane, keys, row);
+      let l = broadcast_rest(lane, keys, row);
+      var products = vec4<f32>();
+      for (var i = 0u; i < HEAD_VEC4; i++) { products += q[i] * select(k[i % 16u], l[i % 16u], i >= 16u); }
+      let seen = p >= begin && p <= position + token;
+      let s = select(-1e30, dot(products, vec4<f32>(1.0)), seen);
+      let new_top = max(top, s);
+      let rescale = exp(top - new_top);
+      let e = select(0.0, exp(s - new_top), seen);
+      top = new_top;
+      total = total * rescale + e;
+      let v = broadcast_texels(lane, keys + KV_HEADS * HEAD_VEC4, row);
+      let w = broadcast_rest(lane, keys + KV_HEADS * HEAD_VEC4, row);
+      for (var i = 0u; i < HEAD_VEC4; i++) { acc[i] = acc[i] * rescale + e * select(v[i % 16u], w[i % 16u], i >= 16u); }
+    }
   }
   if (index / HEADS_PER_KV > last) { return; }
   if (p < end) { textureStore(y, vec2<u32>(out, segment.x + token), vec4<f32>(bitcast<f32>(0x7FC00000u | p))); return; }

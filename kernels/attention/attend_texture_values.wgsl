@@ -1,7 +1,8 @@
 // y[HEADS, HEAD_DIM] = softmax(scores) V of one token over a cache texture, texture backend (CPU adapters): the second
 // half of attention in decode, after attend_texture_scores.
 // An invocation computes 8 dimensions for the heads that share a KV head, 4 positions at a time.
-// Needs m == 1 and HEAD_DIM % 8 == 0. If llvmpipe ends the loop early (see attend_texture), y is NaN. Parts: pages.
+// Needs m == 1, HEAD_DIM % 8 == 0 and TEXTURE_ROWS % PAGE == 0. If llvmpipe ends a loop early (see attend_texture), y is NaN.
+// Parts: pages.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -30,25 +31,27 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
   var total = array<f32, HEADS_PER_KV>();
   for (var h = 0u; h < HEADS_PER_KV; h++) { top[h] = -1e30; }
   var p = begin / 4u;
-  var cell = cell_of(slot, 4u * p);
-  for (; 4u * p < end; p++) {
-    if (4u * p % PAGE == 0u) { cell = cell_of(slot, 4u * p); }
+  while (4u * p < end) {
+    let cell = cell_of(slot, 4u * p);
     let at = (cell / TEXTURE_ROWS * 2u + 1u) * KV_HEADS * HEAD_VEC4 + dim4;
-    let row = cell % TEXTURE_ROWS + min(vec4<u32>(0u, 1u, 2u, 3u), vec4<u32>(end - 1u - 4u * p));  // none after the last: they are not the sequence's
-    cell += 4u;
-    let v = mat4x4<f32>(textureLoad(cache, vec2<u32>(at, row.x)), textureLoad(cache, vec2<u32>(at, row.y)),
-                        textureLoad(cache, vec2<u32>(at, row.z)), textureLoad(cache, vec2<u32>(at, row.w)));
-    let u = mat4x4<f32>(textureLoad(cache, vec2<u32>(at + 1u, row.x)), textureLoad(cache, vec2<u32>(at + 1u, row.y)),
-                        textureLoad(cache, vec2<u32>(at + 1u, row.z)), textureLoad(cache, vec2<u32>(at + 1u, row.w)));
-    for (var h = 0u; h < HEADS_PER_KV; h++) {
-      let s = textureLoad(x, vec2<u32>(p % TEXTURE_ROWS, kv_head * HEADS_PER_KV + h + p / TEXTURE_ROWS * HEADS));
-      let new_top = max(top[h], max(max(s.x, s.y), max(s.z, s.w)));
-      let rescale = exp(top[h] - new_top);
-      let e = exp(s - vec4<f32>(new_top));
-      top[h] = new_top;
-      total[h] = total[h] * rescale + dot(e, vec4<f32>(1.0));
-      acc[h] = acc[h] * rescale + v * e;
-      next[h] = next[h] * rescale + u * e;
+    let page_end = min((4u * p / PAGE + 1u) * PAGE, end);
+    let first_row = cell % TEXTURE_ROWS - 4u * p;  // of position 0, if all were in this page
+    for (; 4u * p < page_end; p++) {
+      let row = first_row + min(vec4<u32>(4u * p, 4u * p + 1u, 4u * p + 2u, 4u * p + 3u), vec4<u32>(end - 1u));  // the cells after the last are not the sequence's
+      let v = mat4x4<f32>(textureLoad(cache, vec2<u32>(at, row.x)), textureLoad(cache, vec2<u32>(at, row.y)),
+                          textureLoad(cache, vec2<u32>(at, row.z)), textureLoad(cache, vec2<u32>(at, row.w)));
+      let u = mat4x4<f32>(textureLoad(cache, vec2<u32>(at + 1u, row.x)), textureLoad(cache, vec2<u32>(at + 1u, row.y)),
+                          textureLoad(cache, vec2<u32>(at + 1u, row.z)), textureLoad(cache, vec2<u32>(at + 1u, row.w)));
+      for (var h = 0u; h < HEADS_PER_KV; h++) {
+        let s = textureLoad(x, vec2<u32>(p % TEXTURE_ROWS, kv_head * HEADS_PER_KV + h + p / TEXTURE_ROWS * HEADS));
+        let new_top = max(top[h], max(max(s.x, s.y), max(s.z, s.w)));
+        let rescale = exp(top[h] - new_top);
+        let e = exp(s - vec4<f32>(new_top));
+        top[h] = new_top;
+        total[h] = total[h] * rescale + dot(e, vec4<f32>(1.0));
+        acc[h] = acc[h] * rescale + v * e;
+        next[h] = next[h] * rescale + u * e;
+      }
     }
   }
   if (4u * p < end) {

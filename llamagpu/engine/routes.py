@@ -1003,5 +1003,5 @@ def max_positions(head_dim: int, caps: Caps, textures: bool) -> int | None:
     if not caps.cpu:
         return None
     if textures:
-        return 65532
+        return 63488  # a page counts as two more
     return 8192 if head_dim % 4 == 0 and head_dim <= 256 and not caps.scalar else 65000 // (head_dim + 8)
