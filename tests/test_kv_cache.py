@@ -51,16 +51,16 @@ def text(engine: Engine, sequence: Sequence, ids: list[int], count: int) -> list
 @pytest.mark.parametrize("slots", [(0, 1), (0, 0)], ids=["two slots", "one slot"])
 def test_sequences_take_turns(run, slots):
     """Prompts and tokens of two sequences in turn, over the ends of pages."""
-    engine, prompts = run.engine, (token_ids(100, seed=1), token_ids(60, seed=2))
+    engine, prompts = run.engine, (token_ids(120, seed=1), token_ids(60, seed=2))
     want = []
     for prompt in prompts:
         sequence = Sequence()
-        want.append(text(engine, sequence, prompt, 80))
+        want.append(text(engine, sequence, prompt, 24))
         engine.discard(sequence)
     sequences, found = [Sequence(slot) for slot in slots], [[], []]
-    for _ in range(8):
+    for _ in range(3):
         for sequence, prompt, ids in zip(sequences, prompts, found, strict=True):
-            ids += text(engine, sequence, ids[-1:] or prompt, 10)
+            ids += text(engine, sequence, ids[-1:] or prompt, 8)
     assert found == want
 
 
