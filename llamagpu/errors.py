@@ -30,7 +30,7 @@ class BadArgument(LlamaGpuError, ValueError):
 
 
 class WrongState(LlamaGpuError, RuntimeError):
-    """The Llama is closed or in use in another thread, or the generation was ended by a later call."""
+    """The Llama is closed, or the generation was closed or has failed."""
 
 
 class GrammarFailed(LlamaGpuError):

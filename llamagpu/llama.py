@@ -3,9 +3,10 @@
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -42,8 +43,10 @@ from llamagpu.results import Completion, Logprob, Timings, Token, Usage
 
 Progress = Callable[[int, int], None]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Prompt = str | Sequence[int] | Sequence[Message]
 
 PARALLEL = 4  # generations that share a step, unless told otherwise
+BATCH_QUEUE = 4 * MAX_SEGMENTS  # generations of a batch that are queued: enough for every step to be full
 AT_LEAST_0 = "a whole number from 0 up"
 CLOSED = "its Llama was closed"
 
@@ -346,7 +349,7 @@ class Llama:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         max_tokens: int = -1,
         sampling: Sampling | None = None,
@@ -356,14 +359,16 @@ class Llama:
         logprobs: int | None = None,
         progress: Progress | None = None,
     ) -> "Generation":
-        """Stream the continuation of a text or a list of ids. A text gets BOS if the model uses it.
+        """Stream the continuation of a text or a list of ids, or the answer to messages. A text gets BOS if the model
+        uses it.
 
-        The arguments are those of `complete`; `max_tokens` 0 only computes the prompt, which `progress` follows.
+        The arguments are those of `complete`; `max_tokens` 0 only computes the prompt, which `progress` follows. The
+        generation begins when its first token is asked for; those that have begun run together.
 
         >>> text = "".join(token.text for token in llama.generate("the quick", max_tokens=4))
         """
         self._check_open()
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else token_ids("prompt", prompt)
+        ids = self._prompt_ids(prompt)
         if not ids:
             raise BadArgument("the prompt is empty", "give some text: there is no BOS token to start from")
         if max(ids) >= self.config.vocab or min(ids) < 0:
@@ -394,31 +399,101 @@ class Llama:
     def _grammar_vocabulary(self) -> GrammarVocabulary:
         return GrammarVocabulary(self.tokenizer, self.config.vocab)
 
-    def generate_batch(
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, list | tuple) and any(isinstance(item, Mapping) for item in prompt):
+            return self.encode_chat(prompt)
+        return token_ids("prompt", prompt)
+
+    def submit(
         self,
-        prompts: Iterable[str | Sequence[int]],
+        prompt: Prompt,
         *,
+        n: int = 1,
         max_tokens: int = -1,
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
+        grammar: Grammar | None = None,
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+        progress: Progress | None = None,
+    ) -> "list[Generation]":
+        """Queue `n` generations of one prompt, which is computed once. The rest is as for `generate`.
+
+        They run while anybody waits for a token, of these or of others, in this thread or another: iterate them in any
+        order, and end any of them with `close`. With a seed, the i-th has seed + i. More than the queue holds are
+        refused with `errors.Overloaded`.
+
+        >>> first, second = llama.submit("the quick", n=2, max_tokens=4, sampling=Sampling(seed=1))
+        >>> token = next(second)
+        >>> first.close()
+        >>> len(second.result().ids) <= 4
+        True
+        """
+        check_argument("n", n, is_whole(n, 1), "a whole number from 1 up")
+        check_argument("sampling", sampling, isinstance(sampling, Sampling | None), "a llamagpu.Sampling")
+        ids, how = self._prompt_ids(prompt), sampling or self.sampling
+        runs = [
+            self.generate(
+                ids,
+                max_tokens=max_tokens,
+                sampling=how if how.seed is None else replace(how, seed=how.seed + i),
+                stop=stop,
+                grammar=grammar,
+                ignore_eos=ignore_eos,
+                logprobs=logprobs,
+                progress=progress,
+            )
+            for i in range(n)
+        ]
+        try:
+            for run in runs:
+                run.begin()
+        except BaseException:
+            for run in runs:
+                run.close()
+            raise
+        return runs
+
+    def generate_batch(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        n: int = 1,
+        max_tokens: int = -1,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        grammar: Grammar | None = None,
         logprobs: int | None = None,
     ) -> list[Completion]:
-        """Continue several texts or lists of ids together; the results are in the order of the prompts.
+        """Continue many texts together, `n` times each; the results are in the order of the prompts.
+
+        The arguments are those of `submit`. An error in one ends all.
 
         >>> answers = llama.generate_batch(["the quick", "once upon a"], max_tokens=4)
         >>> len(answers)
         2
         """
-        runs = [
-            self.generate(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, logprobs=logprobs)
-            for prompt in prompts
-        ]
+        queued: deque[Generation] = deque()
+        found: list[Completion] = []
         try:
-            for run in runs:
-                run.begin()
-            return [run.result() for run in runs]
+            for prompt in prompts:
+                queued += self.submit(
+                    prompt,
+                    n=n,
+                    max_tokens=max_tokens,
+                    sampling=sampling,
+                    stop=stop,
+                    grammar=grammar,
+                    logprobs=logprobs,
+                )
+                while len(queued) > BATCH_QUEUE:
+                    found.append(queued[0].result())
+                    queued.popleft()
+            return found + [run.result() for run in queued]
         finally:
-            for run in runs:
+            for run in queued:
                 run.close()
 
     def embed(self, text: str | Sequence[str]) -> NDArray[np.float32]:
@@ -470,7 +545,7 @@ class Llama:
         A file that is damaged, or of another model or other settings, is refused.
         """
         started = time.perf_counter()
-        with self._alone(0) as sequence:
+        with self._alone(self.context) as sequence:
             tokens = prompt_cache.load(self.loaded, sequence, Path(path), progress)
         self.load_times.prompt_s, _ = elapsed(started)
         return tokens

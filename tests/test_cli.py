@@ -684,7 +684,7 @@ def test_interrupt_during_the_imports(module, tmp_path):
 
 
 def test_second_interrupt_ends_the_process_at_once(model):
-    patch = "import time\nfrom llamagpu.engine.engine import Engine\nEngine.prefill = lambda *_: time.sleep(600)"
+    patch = "import time\nfrom llamagpu.engine.scheduler import Scheduler\nScheduler.step = lambda *_: time.sleep(600)"
     process = start("generate", "-m", model, "-p", "a b", "-v", patch=patch)
     wait_for(process.stderr, b"seed ")
     while process.poll() is None:  # two signals in quick succession are one

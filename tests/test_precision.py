@@ -31,8 +31,9 @@ def test_fast_rounds_and_high_does_not(path, gpu):
     for wanted in Precision:
         with Llama(path, device=gpu, precision=wanted) as llama:
             assert llama.precision == wanted
-            for id in (1, 20, 33, 47):
-                llama.loaded.engine.prefill(llama.sequence, [id])
+            with llama.scheduler.alone(4) as sequence:
+                for id in (1, 20, 33, 47):
+                    llama.loaded.engine.prefill(sequence, [id])
             logits[wanted] = llama.loaded.engine.read_logits()
     exact = logits[Precision.HIGH]
     nmse = ((logits[Precision.FAST] - exact) ** 2).sum() / (exact**2).sum()

@@ -7,6 +7,8 @@ import resource
 import shutil
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from llamagpu.convert.convert import convert, open_source, plan
 from llamagpu.engine import prompt_cache
 from llamagpu.engine.kv_cache import TextureKvCache
 from llamagpu.engine.model import BufferModel
+from llamagpu.engine.scheduler import taker
+from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.texture_model import TextureModel
 from llamagpu.errors import BadFile, DoesNotFit, LlamaGpuError
 
@@ -71,12 +75,21 @@ def read(llama: Llama, prompt: list[int]) -> np.ndarray:
     return llama.loaded.engine.read_logits()
 
 
-def greedy(llama: Llama, count: int) -> list[int]:
-    return list(llama.loaded.engine.greedy(llama.sequence, count))
+def greedy(llama: Llama, prompt: list[int], count: int) -> list[int]:
+    return [token.id for token in llama.generate(prompt, max_tokens=count, sampling=GREEDY, ignore_eos=True)]
 
 
-def kv(llama: Llama, count: int) -> bytes:
-    return b"".join(piece.tobytes() for piece in llama.loaded.engine.cache.read(llama.sequence, count))
+@contextmanager
+def held(llama: Llama, ids: list[int]) -> Iterator[Sequence]:
+    """A sequence of these ids, all of which pages hold."""
+    with llama.scheduler.alone(0) as sequence:
+        assert llama.loaded.engine.begin(sequence, [*ids, 0]) == len(ids)
+        yield sequence
+
+
+def kv(llama: Llama, ids: list[int]) -> bytes:
+    with held(llama, ids) as sequence:
+        return b"".join(piece.tobytes() for piece in llama.loaded.engine.cache.read(sequence, len(ids)))
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -103,11 +116,11 @@ def test_restored_is_what_was_read(opened, cache, name):
             forget(restorer)
             read(reader, first)
             assert restorer.load_prompt(cache) == length
-            assert restorer.sequence.ids == first and kv(restorer, length) == kv(reader, length)
+            assert kv(restorer, first) == kv(reader, first)
             going = restorer.generate(prompt, max_tokens=0)
             assert not list(going) and going.timings.cached_tokens == shared
             assert restorer.loaded.engine.read_logits().tobytes() == read(reader, prompt).tobytes()
-            assert greedy(restorer, 4) == greedy(reader, 4)
+            assert greedy(restorer, prompt, 4) == greedy(reader, prompt, 4)
     assert left(cache) == ["prompt"] and restorer.load_times.prompt_s > 0
 
 
@@ -118,13 +131,13 @@ def test_the_same_text_as_without_a_prompt_cache(opened, cache, name, bounds):
     first, prompt = token_ids(60), token_ids(75)
     assert prompt[:60] == first
     with opened(textures, model, **settings) as llama:
-        want = [token.id for token in llama.generate(prompt, max_tokens=40, sampling=GREEDY, ignore_eos=True)]
+        want = greedy(llama, prompt, 40)
         llama.save_prompt(cache, 60)
         forget(llama)
         logits = read(llama, prompt)
     with opened(textures, model, **settings) as llama:
         assert llama.load_prompt(cache) == 60
-        assert [t.id for t in llama.generate(prompt, max_tokens=40, sampling=GREEDY, ignore_eos=True)] == want
+        assert greedy(llama, prompt, 40) == want
         forget(llama)
         llama.load_prompt(cache)
         assert_close(read(llama, prompt), logits, *bounds, name)
@@ -157,17 +170,10 @@ def test_heads_keep_their_place_in_other_pages(opened):
     source, target = small.loaded.engine.cache, large.loaded.engine.cache
     sequence = reserve(large.loaded.engine, 0, 70)
     sequence.pages = [3, 1]
-    data = b"".join(piece.tobytes() for piece in source.read(small.sequence, 70))
-    rest = np.frombuffer(data, np.uint8)
-
-    def take(count: int) -> np.ndarray:
-        nonlocal rest
-        piece, rest = rest[:count], rest[count:]
-        return piece
-
-    target.write(sequence, 70, take)
+    with held(small, token_ids(70)) as saved:
+        first, second = saved.pages
+        target.write(sequence, 70, taker(source.read(saved, 70)))
     target.copy_page(3, 0)
-    first, second = small.sequence.pages
     for old, new in zip(source.layers, target.layers, strict=True):
         for before, after in ((old.keys, new.keys), (old.values, new.values)):
             want = small.gpu.read(before, np.uint16, before.size // 2).reshape(2, 2, 64, 16)
@@ -257,12 +263,12 @@ def test_after_a_refusal_the_prompt_is_read(saved, cache):
     prompt = token_ids(20)
     forget(llama)
     want = read(llama, prompt)
-    refused(llama, cache, raw[:-40] + b"\x01" * 40)
-    assert not llama.sequence.ids
     forget(llama)
+    refused(llama, cache, raw[:-40] + b"\x01" * 40)
+    assert not llama.loaded.engine.cache.pool.contents
     assert read(llama, prompt).tobytes() == want.tobytes()
-    refused(llama, cache, b"not one at all, and nothing was touched")
-    assert llama.sequence.ids == prompt
+    refused(llama, cache, b"not one at all")
+    assert kv(llama, prompt)  # nothing was touched
 
 
 # Another model, other settings
@@ -307,7 +313,7 @@ def test_what_the_cache_does_not_depend_on(saved, opened, cache):
     model = {"metadata": {"tokenizer.chat_template": "{{ messages[0].content }}"}}
     with opened(model=model, kv_type="f16", context=32, chunk=4) as other:
         assert other.load_prompt(cache) == 5
-        assert kv(other, 5) == kv(llama, 5)
+        assert kv(other, token_ids(5)) == kv(llama, token_ids(5))
 
 
 def test_other_settings(saved, opened, cache):

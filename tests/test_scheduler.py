@@ -1,142 +1,31 @@
-"""Continuous batching: a request gets the tokens it gets alone, whoever shares its steps, and leaves nothing behind."""
+"""The scheduler: what shares, waits, is paused, refused and ends. That company changes no text: test_company.py."""
 
-import random
+import os
+import signal
 import threading
-from dataclasses import dataclass, field, replace
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_builder import tiny_llama
+from gguf_builder import Tensors, tiny_llama, tiny_parts, write_gguf
+from test_company import GREEDY, Alone, Wanted, check_empty, finish, load, run
 
-from llamagpu import Llama, Sampling
+from llamagpu import Grammar, Llama, Sampling
 from llamagpu.engine import scheduler as scheduling
-from llamagpu.engine.load import load_model
-from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision
-from llamagpu.engine.sampler import host_sampler
+from llamagpu.engine.fair_lock import FairLock
+from llamagpu.engine.options import Backend
 from llamagpu.engine.scheduler import Request, Scheduler, State
-from llamagpu.errors import DoesNotFit, NumericCheckFailed, Overloaded
+from llamagpu.engine.sequence import Sequence
+from llamagpu.errors import BadArgument, DoesNotFit, GrammarFailed, NumericCheckFailed, Overloaded, WrongState
 
-GREEDY = Sampling(temperature=0)
-SAMPLINGS = (
-    GREEDY,
-    Sampling(temperature=0.9, seed=3),
-    Sampling(temperature=2, seed=4, top_p=0.8, repeat_penalty=1.3),
-    Sampling(temperature=1, seed=5, top_k=0),  # on the host
-)
+NAN_ID = 77
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-def load(path, gpu, backend=None, parallel=8, positions=1024, chunk=32):
-    options = EngineOptions(
-        context=256,
-        chunk=chunk,
-        precision=Precision.HIGH,
-        kv_type=KvType.F32,
-        backend=backend,
-        parallel=parallel,
-        kv_positions=positions,
-    )
-    return load_model(path, options, gpu=gpu)
-
-
-@dataclass
-class Wanted:
-    prompt: list[int]
-    sampling: Sampling
-    most: int
-
-    def request(self, engine) -> Request:
-        on_device = self.sampling.greedy or engine.samples_on_device(self.sampling)
-        sample = None if on_device else host_sampler(self.sampling, self.prompt)
-        return Request(self.prompt, self.sampling, self.most, sample=sample)
-
-
-def wanted(rng: random.Random, prefixes: list[list[int]]) -> Wanted:
-    prompt = [*rng.choice(prefixes), *(rng.randrange(3, 288) for _ in range(rng.choice([1, 2, 7, 30, 70])))]
-    return Wanted(prompt, rng.choice(SAMPLINGS), rng.choice([1, 2, 5, 17, 40]))
-
-
-def run(scheduler: Scheduler, request: Request) -> list[int]:
-    scheduler.submit(request)
-    while scheduler.next_token(request) is not None:
-        pass
-    return request.new
-
-
-def check_empty(scheduler: Scheduler) -> None:
-    """No slot and no page is held by anybody."""
-    pool, settings = scheduler.engine.cache.pool, scheduler.engine.settings
-    assert not scheduler.running and not scheduler.waiting and not (scheduler.flight and scheduler.flight.pending)
-    assert sorted(scheduler.slots) == list(range(settings.slots))
-    assert pool.available == pool.count and not any(pool.holders)
-
-
-@dataclass
-class Alone:
-    """What requests get alone, computed once."""
-
-    scheduler: Scheduler
-    known: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
-
-    def tokens(self, w: Wanted) -> list[int]:
-        key = (tuple(w.prompt), w.sampling, w.most)
-        if key not in self.known:
-            self.known[key] = run(self.scheduler, w.request(self.scheduler.engine))
-        return self.known[key]
-
-
-@pytest.mark.parametrize("backend", [None, Backend.BUFFERS], ids=["default", "buffers"])
-def test_alone_or_in_company(path, gpu, backend):
-    """Every request, with all the others beside it, gets what it gets alone."""
-    rng = random.Random(1)
-    requests = [wanted(rng, [[1]]) for _ in range(6 if backend else 20)]
-    alone = Alone(Scheduler(load(path, gpu, backend, parallel=1).engine))
-    for parallel in (3,) if backend else (1, 3, 7, 16):
-        scheduler = Scheduler(load(path, gpu, backend, parallel, positions=16 * 256).engine)
-        made = [w.request(scheduler.engine) for w in requests]
-        for request in made:
-            scheduler.submit(request)
-        for request in rng.sample(made, len(made)):
-            while scheduler.next_token(request) is not None:
-                pass
-        assert [request.new for request in made] == [alone.tokens(w) for w in requests]
-        check_empty(scheduler)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_arrivals_and_departures(path, gpu, seed):
-    """Requests with common prefixes come, are read, wait, are cancelled, in pools that are too small for all."""
-    rng = random.Random(seed)
-    prefixes = [[1], *([1, *(rng.randrange(3, 288) for _ in range(n))] for n in (20, 64, 130))]
-    alone = Alone(Scheduler(load(path, gpu, parallel=1).engine))
-    parallel, positions = rng.choice([2, 5, 9]), rng.choice([320, 448, 1024])
-    scheduler = Scheduler(load(path, gpu, parallel=parallel, positions=positions).engine)
-    live: list[tuple[Wanted, Request]] = []
-    finished = 0
-    while finished < 60:
-        action = rng.random()
-        if action < 0.15 and len(live) < 12:
-            w = wanted(rng, prefixes)
-            live.append((w, w.request(scheduler.engine)))
-            scheduler.submit(live[-1][1])
-        elif action < 0.18 and live:
-            w, request = live.pop(rng.randrange(len(live)))
-            scheduler.cancel(request)
-            assert alone.tokens(w)[: len(request.new)] == request.new
-        elif live:
-            w, request = rng.choice(live)
-            if scheduler.next_token(request) is None:
-                assert request.new == alone.tokens(w)
-                live.remove((w, request))
-                finished += 1
-    for _, request in live:
-        scheduler.cancel(request)
-    scheduler.step()
-    check_empty(scheduler)
 
 
 def test_a_common_prefix_is_computed_once(path, gpu):
@@ -146,8 +35,7 @@ def test_a_common_prefix_is_computed_once(path, gpu):
     for request in requests:
         scheduler.submit(request)
     for request in requests:
-        while scheduler.next_token(request) is not None:
-            pass
+        finish(scheduler, request)
     assert sorted(request.cached for request in requests)[1:] == [128] * 5  # all but the first find the whole pages
     check_empty(scheduler)
 
@@ -180,20 +68,132 @@ def test_a_long_prompt_does_not_stall_the_others(path, gpu):
     assert steps >= 5
 
 
-def test_a_request_that_fails_ends_alone(path, gpu):
+@pytest.mark.parametrize("backend", Backend)
+def test_a_prompt_of_the_whole_context(path, gpu, backend):
+    """Its keys and values are wanted, no token; there is no cell for another."""
+    scheduler = Scheduler(load(path, gpu, backend, parallel=2, positions=256, chunk=256).engine)
+    prompt = [1, *range(3, 258)]
+    assert run(scheduler, Request(prompt, GREEDY, 0)) == []
+    again = Request(prompt, GREEDY, 0)
+    run(scheduler, again)
+    assert again.cached == 255
+    check_empty(scheduler)
+
+
+def test_paused_in_the_middle_of_a_prompt(path, gpu):
+    """Room for somebody's own sequence is made of the pages of a prompt that is not whole yet, or has not begun."""
+    w = Wanted((1, *range(3, 203)), GREEDY, 20)
+    alone = Alone(Scheduler(load(path, gpu, parallel=1).engine))
+    for steps in (0, 1, 3):
+        scheduler = Scheduler(load(path, gpu, parallel=2, positions=256).engine)
+        request = w.request(scheduler.engine)
+        scheduler.submit(request)
+        scheduler._admit()
+        for _ in range(steps):
+            scheduler.step()
+        with scheduler.alone(256) as sequence:
+            assert not scheduler.running
+            scheduler.engine.prefill(sequence, [5] * 200)
+        alone.check(w, finish(scheduler, request))
+        check_empty(scheduler)
+
+
+# What ends alone, and what ends all
+
+
+def floats(tensors: Tensors, name: str) -> np.ndarray:
+    _, shape, data = tensors[name]
+    return np.frombuffer(data, "<f4").reshape(shape).copy()
+
+
+@pytest.fixture(scope="module")
+def nan_path(tmp_path_factory) -> Path:
+    """A model in which one token overflows: only its embedding has a first number."""
+    keys, tensors = tiny_parts(tied=False)
+    embeddings, norm = (floats(tensors, name) for name in ("token_embd.weight", "blk.0.attn_norm.weight"))
+    embeddings[NAN_ID] = embeddings[:, 0] = 0
+    embeddings[NAN_ID, 0] = 1
+    norm[0] = 1e38
+    for name, array in (("token_embd.weight", embeddings), ("blk.0.attn_norm.weight", norm)):
+        tensors[name] = (tensors[name][0], array.shape, array.tobytes())
+    return write_gguf(tmp_path_factory.mktemp("nan") / "nan.gguf", keys, tensors)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_numbers_that_are_none_end_one_request(nan_path, gpu, backend):
+    """Nor do they stay in the pages, which the next request gets: 0 * NaN is no 0."""
+    beginning = tuple(range(3, 70))
+    good = [Wanted((1, *beginning[:i]), GREEDY, 12) for i in (1, 9, 67)]
+    alone = Alone(Scheduler(load(nan_path, gpu, backend, parallel=1).engine))
+    scheduler = Scheduler(load(nan_path, gpu, backend, parallel=4, positions=448).engine)
+    for _ in range(2):
+        made = [w.request(scheduler.engine) for w in good]
+        bad = Request([1, *beginning, NAN_ID, *range(100, 180)], GREEDY, 12)
+        for request in (made[0], bad, *made[1:]):
+            scheduler.submit(request)
+        with pytest.raises(NumericCheckFailed, match="not a number"):
+            scheduler.next_token(bad)
+        cache = scheduler.engine.cache
+        pieces = cache.read(Sequence(pages=list(range(cache.pool.count))), cache.capacity)
+        assert all(np.isfinite(piece.view(np.float32)).all() for piece in pieces)
+        for w, request in zip(good, made, strict=True):
+            alone.check(w, finish(scheduler, request))
+        long = Wanted((1, *range(200, 280), *range(100, 250)), GREEDY, 12)
+        alone.check(long, run(scheduler, long.request(scheduler.engine)))
+        check_empty(scheduler)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_interrupt_disturbs_no_other(path, gpu, first):
+    """Ctrl-C between the rows of a step and their tokens."""
+    alone = Alone(Scheduler(load(path, gpu, parallel=1).engine))
+    scheduler = Scheduler(load(path, gpu).engine)
+    calls = 0
+
+    def interrupted(logits: np.ndarray) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return 5
+
+    wanted = [Wanted((1, *range(3, 5 + i)), GREEDY, 20) for i in range(3)]
+    others = [w.request(scheduler.engine) for w in wanted]
+    stopped = Request([1, 2], GREEDY, 20, sample=interrupted)
+    for request in (stopped, *others) if first else (*others, stopped):
+        scheduler.submit(request)
+    with pytest.raises(KeyboardInterrupt):
+        finish(scheduler, stopped)
+    scheduler.cancel(stopped)
+    for w, request in zip(wanted, others, strict=True):
+        alone.check(w, finish(scheduler, request))
+    check_empty(scheduler)
+
+
+def test_what_a_callback_raises_ends_its_request(path, gpu):
     scheduler = Scheduler(load(path, gpu).engine)
 
-    def fail(logits: np.ndarray) -> int:
-        raise NumericCheckFailed("no number", "")
+    def fail(*_: object) -> int:
+        raise ZeroDivisionError
 
-    good, bad = Request([1, 2, 3], GREEDY, 8), Request([1, 2, 4], GREEDY, 8, sample=fail)
-    scheduler.submit(good)
-    scheduler.submit(bad)
-    with pytest.raises(NumericCheckFailed):
-        scheduler.next_token(bad)
-    while scheduler.next_token(good) is not None:
-        pass
-    assert len(good.new) == 8 and good.error is None
+    bad = [Request([1, 2, 4], GREEDY, 8, sample=fail), Request([1, 2, 5], GREEDY, 8, progress=fail)]
+    good = Request([1, 2, 3], GREEDY, 8)
+    for request in (*bad, good):
+        scheduler.submit(request)
+    assert len(finish(scheduler, good)) == 8
+    for request in bad:
+        with pytest.raises(ZeroDivisionError):
+            scheduler.next_token(request)
+    check_empty(scheduler)
+
+
+def test_a_cancelled_request_ends_for_its_reader_too(path, gpu):
+    scheduler = Scheduler(load(path, gpu).engine)
+    request = Request([1, 2], GREEDY, 100)
+    scheduler.submit(request)
+    scheduler.next_token(request)
+    scheduler.cancel(request)
+    assert len(finish(scheduler, request)) < 100
     check_empty(scheduler)
 
 
@@ -201,6 +201,53 @@ def test_what_cannot_fit_is_refused_at_once(path, gpu):
     scheduler = Scheduler(load(path, gpu).engine)
     with pytest.raises(DoesNotFit, match="300 prompt tokens"):
         scheduler.submit(Request([5] * 300, GREEDY, 1))
+
+
+def test_threads_take_turns():
+    """In the order in which they ask. Whoever has the lock may take it again, but not before those who wait."""
+    lock, order = FairLock(), []
+
+    def work(name: int) -> None:
+        with lock:
+            order.append(name)
+
+    with lock, lock:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for i, thread in enumerate(threads):
+            thread.start()
+            while len(lock._waiting) <= i:
+                time.sleep(0.001)
+    with lock:
+        order.append(4)
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_an_interrupt_while_it_waits_for_its_turn():
+    lock, taken, done = FairLock(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        with lock:
+            taken.set()
+            while not lock._waiting:
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGINT)
+            done.wait()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a background job it is ignored
+    thread = threading.Thread(target=work)
+    thread.start()
+    taken.wait()
+    try:
+        with pytest.raises(KeyboardInterrupt), lock:
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+        done.set()
+    thread.join()
+    with lock:
+        assert not lock._waiting
 
 
 def test_the_queue_is_bounded(path, gpu, monkeypatch):
@@ -213,8 +260,8 @@ def test_the_queue_is_bounded(path, gpu, monkeypatch):
         scheduler.submit(requests[2])
     for request in requests[:2]:
         scheduler.cancel(request)
-    assert all(request.state is State.DONE for request in requests[:2])
     check_empty(scheduler)
+    assert all(request.state is State.DONE for request in requests[:2])
 
 
 # Through the Python API
@@ -264,3 +311,99 @@ def test_a_dropped_generation_gives_its_pages_back(path, gpu):
             next(llama.generate([1, 5 + i], sampling=GREEDY))
         llama.complete([1, 2], max_tokens=2)
         check_empty(llama.scheduler)
+
+
+def test_submitted_generations(path, gpu):
+    """n of one prompt, which is computed once, with seeds that follow each other; any of them may be closed."""
+    with Llama(path, device=gpu, precision="high", kv_type="f32", parallel=3) as llama:
+        prompt = [1, *range(3, 140)]
+        how = [Sampling(temperature=1.5, seed=7 + i) for i in range(4)]
+        want = [llama.complete(prompt, max_tokens=9, sampling=sampling, logprobs=1) for sampling in how]
+        forgotten = [2, *range(100, 240)]
+        runs = llama.submit(prompt, n=4, max_tokens=9, sampling=how[0], logprobs=1)
+        other = llama.submit(forgotten, n=2, max_tokens=2)
+        next(runs[2])
+        runs[2].close()
+        with pytest.raises(WrongState, match="it was closed"):
+            next(runs[2])
+        assert [runs[i].result().ids for i in (3, 0, 1)] == [want[i].ids for i in (3, 0, 1)]
+        assert len(runs[0].logprobs) == 9
+        assert sorted(run.result().usage.cached_tokens for run in other) == [0, 128]
+        check_empty(llama.scheduler)
+
+
+def test_prompts_of_every_kind(path, gpu, tmp_path):
+    template = {"tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    path = tiny_llama(tmp_path / "chat.gguf", metadata=template)
+    with Llama(path, device=gpu) as llama:
+        messages = [{"role": "user", "content": "a b"}]
+        prompts = [messages, "a b", llama.encode("a b")]
+        got = llama.generate_batch(prompts, n=2, max_tokens=5, sampling=GREEDY)
+        assert {answer.ids for answer in got} == {llama.chat(messages, max_tokens=5, sampling=GREEDY).ids}
+        assert len(got) == 6
+        for wrong in (["a"], [messages], 5, [{"role": "user"}]):
+            with pytest.raises(BadArgument):
+                llama.submit(wrong)
+        with pytest.raises(BadArgument, match="n is 0"):
+            llama.submit("a", n=0)
+
+
+def test_a_batch_longer_than_the_queue(path, gpu, monkeypatch):
+    monkeypatch.setattr(scheduling, "MAX_WAITING", 6)
+    monkeypatch.setattr("llamagpu.llama.BATCH_QUEUE", 4)
+    with Llama(path, device=gpu, parallel=2) as llama:
+        answers = llama.generate_batch(([1, 5 + i] for i in range(20)), max_tokens=2, sampling=GREEDY)
+        assert [answer.ids[0] for answer in answers] == [
+            llama.complete([1, 5 + i], max_tokens=1, sampling=GREEDY).ids[0] for i in range(20)
+        ]
+        with pytest.raises(Overloaded, match="6 requests are waiting"):
+            llama.submit("a", n=20)
+        check_empty(llama.scheduler)
+
+
+def test_grammars_in_company(path, gpu):
+    """The one that cannot go on ends alone; so does the text of one that matches."""
+    with Llama(path, device=gpu, precision="high", kv_type="f32", parallel=4) as llama:
+        want = llama.complete([1, 5], max_tokens=40, sampling=GREEDY).ids
+        [plain] = llama.submit([1, 5], max_tokens=40, sampling=GREEDY)
+        [stuck] = llama.submit("a", grammar=Grammar.lark('start: "a" start'), sampling=GREEDY)
+        [matching] = llama.submit("a", grammar=Grammar.regex("(yes|no), really"))
+        with pytest.raises(GrammarFailed, match="cannot go on"):
+            stuck.result()
+        assert matching.result().text in ("yes, really", "no, really")
+        assert plain.result().ids == want
+        check_empty(llama.scheduler)
+
+
+def test_penalties_logprobs_and_stops_in_company(path, gpu):
+    """What the host samples, alone and beside others."""
+    options = [
+        {"sampling": replace(GREEDY, repeat_penalty=1.5, repeat_last_n=300)},
+        {"sampling": Sampling(seed=5, temperature=1.5, top_k=0), "logprobs": 3},
+        {"sampling": GREEDY, "stop": "e"},
+        {"sampling": Sampling(seed=6), "logprobs": 0},
+    ]
+    with Llama(path, device=gpu, precision="high", kv_type="f32", parallel=4) as llama:
+        want = [llama.complete("a b c", max_tokens=15, **each) for each in options]
+        runs = [llama.submit("a b c", max_tokens=15, **each)[0] for each in options]
+        for expected, got in zip(want, [run.result() for run in runs], strict=True):
+            assert (got.ids, got.text, got.finish_reason) == (expected.ids, expected.text, expected.finish_reason)
+            assert [p.id for p in got.logprobs] == [p.id for p in expected.logprobs]
+        check_empty(llama.scheduler)
+
+
+def test_a_prompt_cache_file_in_a_full_cache(path, gpu, tmp_path):
+    """Generations make room for it, and go on."""
+    with Llama(path, device=gpu, precision="high", kv_type="f32", parallel=2, context=256) as llama:
+        prompts = [[1, *range(3, 100)], [1, *range(100, 200)]]
+        want = [llama.complete(prompt, max_tokens=20, sampling=GREEDY).ids for prompt in prompts]
+        saved = [1, *range(50, 250)]
+        list(llama.generate(saved, max_tokens=0))
+        llama.save_prompt(tmp_path / "prompt")
+        runs = [llama.submit(prompt, max_tokens=20, sampling=GREEDY)[0] for prompt in prompts]
+        for generation in runs:
+            next(generation)
+        assert llama.load_prompt(tmp_path / "prompt") == len(saved)
+        assert [generation.result().ids for generation in runs] == want
+        llama.load_prompt(tmp_path / "prompt")
+        assert llama.complete(saved, max_tokens=1).usage.cached_tokens == len(saved) - 1

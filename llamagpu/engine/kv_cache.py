@@ -181,6 +181,12 @@ class KvCache(ABC):
                 found.append((cell, cells))
         return found
 
+    def own_runs(self, sequence: Sequence, first: int) -> list[tuple[int, int]]:
+        """The cells from position `first` on in pages that no other sequence holds, as runs."""
+        numbers = range(first // PAGE, len(sequence.pages))
+        starts = ((sequence.pages[number], max(0, first - number * PAGE)) for number in numbers)
+        return [(page * PAGE + start, PAGE - start) for page, start in starts if self.pool.holders[page] == 1]
+
     # Implemented by the backends
 
     @abstractmethod
@@ -272,10 +278,7 @@ class BufferKvCache(KvCache):
                 self.gpu.write(part, take(part.size))
 
     def clear(self, sequence: Sequence, first: int) -> None:
-        numbers = range(first // PAGE, len(sequence.pages))
-        starts = ((sequence.pages[number], max(0, first - number * PAGE)) for number in numbers)
-        own = [(page * PAGE + start, PAGE - start) for page, start in starts if self.pool.holders[page] == 1]
-        self.gpu.clear([part for parts in self._cells(own) for part in parts])
+        self.gpu.clear([part for parts in self._cells(self.own_runs(sequence, first)) for part in parts])
 
     def _cells(self, runs: Items[tuple[int, int]]) -> Iterator[list[BufferRange]]:
         """The runs of cells in each layer, keys and values, and head."""
@@ -334,7 +337,10 @@ class TextureKvCache(KvCache):
                 self.gpu.write_texture(texture, data.reshape(rows, self.texels, 4), *self._at(cell))
 
     def clear(self, sequence: Sequence, first: int) -> None:
-        """Nothing to do: only fused decode leaves such numbers, and textures are not fused."""
+        for cell, rows in self.own_runs(sequence, first):
+            zeros = np.zeros((rows, self.texels, 4), np.uint32)
+            for texture in self.textures:
+                self.gpu.write_texture(texture, zeros, *self._at(cell))
 
 
 def position_bytes(config: ModelConfig, kv_type: KvType) -> int:

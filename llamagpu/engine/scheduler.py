@@ -7,7 +7,6 @@ sample for all of them, steps are submitted ahead, each feeding the next on the 
 A scheduler belongs to the thread that holds its lock: whoever waits for a token runs steps, for everybody.
 """
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -21,11 +20,13 @@ from numpy.typing import NDArray
 from llamagpu.engine.decode import MAX_TOKENS_PER_SUBMIT, SUBMISSIONS_IN_FLIGHT, SUBMIT_S
 from llamagpu.engine.device_sampler import RING
 from llamagpu.engine.engine import Engine, Progress
+from llamagpu.engine.fair_lock import FairLock
 from llamagpu.engine.pages import PAGE, common
 from llamagpu.engine.sampler import Sampling, need_finite
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import MAX_SEGMENTS, Segment
-from llamagpu.errors import DeviceLost, DoesNotFit, LlamaGpuError, Overloaded
+from llamagpu.errors import DeviceLost, DoesNotFit, NumericCheckFailed, Overloaded
+from llamagpu.gpu.device import map_device_lost
 from llamagpu.gpu.recorder import Pending, Step
 
 STALL_S = 0.08  # how long prompt rows may keep decoding sequences waiting
@@ -105,7 +106,8 @@ class Scheduler:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.lock = threading.RLock()
+        self.lock = FairLock()
+        self.closed: BaseException | None = None  # why it takes no more requests
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the oldest first; each has a slot
         self.slots = list(range(min(engine.settings.slots, MAX_SEGMENTS) - 1, -1, -1))  # free ones
@@ -116,11 +118,14 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never fit, or that finds the queue full, is refused."""
-        needed, holds = len(request.prompt) + 1, min(self.engine.settings.context, self.engine.cache.positions)
+        needed, holds = len(request.prompt) + (request.most != 0), self.engine.cache.positions
         if needed > holds:
             cause = f"{len(request.prompt)} prompt tokens need a context of {needed}; there is room for {holds}"
             raise DoesNotFit(cause, "use a shorter prompt, or a larger -c or --kv-memory")
         with self.lock:
+            if self.closed:
+                raise self.closed
+            self._drop_cancelled()
             if len(self.waiting) >= MAX_WAITING:
                 raise Overloaded(f"{len(self.waiting)} requests are waiting", "try again later")
             self.waiting.append(request)
@@ -140,18 +145,14 @@ class Scheduler:
                     self.step()
 
     def cancel(self, request: Request) -> None:
-        """End a request. Its pages are free after the step that runs."""
+        """End a request. Its pages are given back before the next step: this one may use them."""
         request.cancelled = True
-        if self.lock.acquire(blocking=False):
-            try:
-                self._drop_cancelled()
-            finally:
-                self.lock.release()
 
     @contextmanager
     def alone(self, positions: int) -> Iterator[Sequence]:
         """A sequence of the caller's own, with room for so many positions. All requests wait until it ends."""
         with self.lock:
+            self._drop_cancelled()
             self._land()
             while self.running and (not self.slots or not self.engine.cache.has_room(positions)):
                 self._pause(self.running[-1])
@@ -163,8 +164,9 @@ class Scheduler:
                 self.slots.append(sequence.slot)
 
     def close(self, reason: BaseException) -> None:
-        """End all requests."""
+        """End all requests, and take no more."""
         with self.lock:
+            self.closed = reason
             self._abandon()
             for request in [*self.running, *self.waiting]:
                 self._finish(request, reason)
@@ -174,22 +176,32 @@ class Scheduler:
     def step(self) -> None:
         """Run what is due: tokens for those who decode, or a piece of a prompt."""
         try:
-            self._drop_cancelled()
-            self._admit()
-            if not self.running:
-                return
-            if self._steady():
-                self._decode_ahead()
-            else:
-                self._land()
-                self._drop_cancelled()
-                self._mixed_step()
+            with map_device_lost():
+                self._step()
         except BaseException as error:
             self._abandon()
+            self._rewind()
             if isinstance(error, DeviceLost):
                 for request in [*self.running, *self.waiting]:
                     self._finish(request, error)
             raise
+
+    def _step(self) -> None:
+        self._drop_cancelled()
+        self._admit()
+        if not self.running:
+            return
+        if self._steady():
+            self._decode_ahead()
+        else:
+            self._land()
+            self._mixed_step()
+
+    def _rewind(self) -> None:
+        """A Ctrl-C may have come between the rows of a step and their tokens: these rows are computed again."""
+        for request in self.running:
+            sure = len(request.prompt) - 1 if request.state is State.PROMPT else len(request.computed)
+            request.sequence.truncate(sure)
 
     def _steady(self) -> bool:
         """Whether all running requests decode, on the device, and they are those in flight, if any are."""
@@ -221,7 +233,10 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self.waiting and self.slots and self._start(self.waiting[0]):
-            self.running.append(self.waiting.popleft())
+            request = self.waiting.popleft()
+            self.running.append(request)
+            if request.state is State.PROMPT:
+                self._report(request)
 
     def _start(self, request: Request) -> bool:
         """Give a request a slot and pages for its prompt. False if it has to wait."""
@@ -230,7 +245,7 @@ class Scheduler:
         cache, sequence = self.engine.cache, request.sequence
         sequence.slot = self.slots[-1]
         if request.saved is not None:
-            if not cache.reserve(sequence, request.paused_at + 1):
+            if not cache.reserve(sequence, self._beyond(max(request.paused_at, len(request.prompt)))):
                 cache.end(sequence)
                 return False
             cache.write(sequence, request.paused_at, taker(request.saved))
@@ -240,14 +255,16 @@ class Scheduler:
             if self._will_share(request.prompt):
                 return False
             request.cached = cache.begin(sequence, request.prompt)
-            if not cache.reserve(sequence, len(request.prompt) + 1):
+            if not cache.reserve(sequence, self._beyond(len(request.prompt))):
                 cache.end(sequence)
                 return False
             request.state = State.PROMPT
         self.slots.pop()
-        if request.progress and request.state is State.PROMPT:
-            request.progress(0, len(request.prompt) - request.cached)
         return True
+
+    def _beyond(self, positions: int) -> int:
+        """These positions and the next one, whose cell sampling looks up."""
+        return min(positions + 1, self.engine.cache.positions)
 
     def _will_share(self, prompt: list[int]) -> bool:
         """Whether a prompt that is being computed begins like this one: its pages can be shared soon."""
@@ -267,7 +284,7 @@ class Scheduler:
 
     def _pause(self, request: Request) -> None:
         request.paused_at = len(request.sequence)
-        request.saved = list(self.engine.cache.read(request.sequence, request.paused_at))
+        request.saved = list(self.engine.cache.read(request.sequence, request.paused_at)) if request.paused_at else None
         request.state = State.PAUSED
         self.running.remove(request)
         self._leave(request)
@@ -294,7 +311,8 @@ class Scheduler:
             request.sequence.ids += segment.tokens
             self.engine.unchecked.add(request.sequence)
         if pending is None:
-            self._report(prompts)
+            for request, _ in prompts:
+                self._report(request)
             return
         ring = pending.wait()
         if ring[self.engine.model.sampler.timed_out_word] or self.engine.subgroups_differ():
@@ -302,9 +320,11 @@ class Scheduler:
             return
         compiling = self.engine.gpu.compile_seconds - compiled
         self._measure(sum(len(piece) for _, piece in prompts), time.perf_counter() - began - compiling)
-        self._report(prompts)
+        for request, _ in prompts:
+            self._report(request)
         for i in complete:
-            self._deliver(requests[i], i, ring)
+            if not requests[i].done:
+                self._deliver(requests[i], i, ring)
 
     def _rows_with_room(self) -> list[Request]:
         """The decoding requests, each with a page for its next position; those without are paused or end."""
@@ -347,30 +367,41 @@ class Scheduler:
         if rows:
             self.row_s = seconds / rows if not self.row_s else 0.5 * (self.row_s + seconds / rows)
 
-    def _report(self, prompts: Iterable[tuple[Request, list[int]]]) -> None:
-        for request, _ in prompts:
-            if request.progress:
-                self.engine.gpu.wait_idle()
+    def _report(self, request: Request) -> None:
+        if request.progress:
+            self.engine.gpu.wait_idle()
+            with self._ends_alone(request):
                 request.progress(len(request.sequence) - request.cached, len(request.prompt) - request.cached)
 
     def _deliver(self, request: Request, segment: int, ring: NDArray[np.uint32]) -> None:
         """The token of a row that a step has computed."""
         request.sequence.checked = len(request.sequence)
+        token = self._sampled(ring, request)
+        if request.sample or request.state is State.PROMPT:
+            logits = self.engine.segment_logits(segment)
+            with self._ends_alone(request):
+                need_finite(logits)
+                token = request.sample(logits) if request.sample else token
+        if request.done:
+            return
         if request.state is State.PROMPT:
             self.engine.cache.record(request.sequence)
-        try:
-            if request.sample or request.state is State.PROMPT:
-                logits = self.engine.segment_logits(segment)
-                need_finite(logits)
-            token = request.sample(logits) if request.sample else self._sampled(ring, request)
-        except LlamaGpuError as error:  # it ends alone
-            self._finish(request, error)
-            return
         request.state = State.DECODE
         if request.most == 0:  # only the prompt was wanted
             self._finish(request)
         else:
             self._append(request, token)
+
+    @contextmanager
+    def _ends_alone(self, request: Request) -> Iterator[None]:
+        """What goes wrong with one request, in its own functions or with its numbers, ends that one."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, NumericCheckFailed):  # nobody may find its numbers, or read them behind his own
+                request.sequence.truncate(request.cached)
+                self.engine.cache.clear(request.sequence, request.cached)
+            self._finish(request, error)
 
     def _sampled(self, ring: NDArray[np.uint32], request: Request) -> int:
         position = len(request.sequence) - 1
@@ -418,7 +449,7 @@ class Scheduler:
         if count <= 0:
             return 0
         # and one position more: sampling looks up the cell of the next token
-        ends = [min(position + count + 1, context) for position in flight.positions]
+        ends = [self._beyond(position + count) for position in flight.positions]
         pairs = zip(flight.requests, ends, strict=True)
         return count if all(self.engine.cache.reserve(r.sequence, end) for r, end in pairs) else 0
 

@@ -1,0 +1,211 @@
+"""A request gets the tokens it gets alone, whoever shares its steps, and leaves nothing behind."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from gguf_builder import tiny_llama
+from numpy.typing import NDArray
+from test_kernels_sample import random_number
+
+from llamagpu import Sampling
+from llamagpu.engine.engine import Engine
+from llamagpu.engine.load import load_model
+from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision
+from llamagpu.engine.sampler import candidates, host_sampler, penalise
+from llamagpu.engine.scheduler import Request, Scheduler
+from llamagpu.engine.sequence import Sequence
+
+GREEDY = Sampling(temperature=0)
+SAMPLINGS = (
+    GREEDY,
+    Sampling(temperature=0.9, seed=3),
+    Sampling(temperature=2, seed=4, top_p=0.8, repeat_penalty=1.3),
+    Sampling(temperature=1, seed=5, top_k=0),  # on the host
+)
+NOISE = 1e-4  # of a logit: steps of other numbers of rows take other kernels, which add in another order
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+def load(path, gpu, backend=None, parallel=8, positions=1024, chunk=32):
+    options = EngineOptions(
+        context=256,
+        chunk=chunk,
+        precision=Precision.HIGH,
+        kv_type=KvType.F32,
+        backend=backend,
+        parallel=parallel,
+        kv_positions=positions,
+    )
+    return load_model(path, options, gpu=gpu)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    most: int
+
+    def on_device(self, engine: Engine) -> bool:
+        return self.sampling.greedy or engine.samples_on_device(self.sampling)
+
+    def request(self, engine: Engine) -> Request:
+        sample = None if self.on_device(engine) else host_sampler(self.sampling, self.prompt)
+        return Request(list(self.prompt), self.sampling, self.most, sample=sample)
+
+
+def wanted(rng: random.Random, prefixes: list[list[int]]) -> Wanted:
+    prompt = (*rng.choice(prefixes), *(rng.randrange(3, 288) for _ in range(rng.choice([1, 2, 7, 30, 70]))))
+    return Wanted(prompt, rng.choice(SAMPLINGS), rng.choice([1, 2, 5, 17, 40]))
+
+
+def finish(scheduler: Scheduler, request: Request) -> list[int]:
+    while scheduler.next_token(request) is not None:
+        pass
+    return request.new
+
+
+def run(scheduler: Scheduler, request: Request) -> list[int]:
+    scheduler.submit(request)
+    return finish(scheduler, request)
+
+
+def check_empty(scheduler: Scheduler) -> None:
+    """No slot and no page is held by anybody."""
+    pool, settings = scheduler.engine.cache.pool, scheduler.engine.settings
+    scheduler.step()  # drops those that were cancelled
+    assert not scheduler.running and not scheduler.waiting and not (scheduler.flight and scheduler.flight.pending)
+    assert sorted(scheduler.slots) == list(range(settings.slots))
+    assert pool.available == pool.count and not any(pool.holders)
+
+
+@dataclass
+class Alone:
+    """What requests get alone, computed once."""
+
+    scheduler: Scheduler
+    known: dict[Wanted, list[int]] = field(default_factory=dict)
+    close_calls: int = 0
+
+    def tokens(self, w: Wanted) -> list[int]:
+        if w not in self.known:
+            self.known[w] = run(self.scheduler, w.request(self.scheduler.engine))
+        return self.known[w]
+
+    def check(self, w: Wanted, got: list[int], whole: bool = True) -> None:
+        """These are its tokens, or its first ones. They may differ from where the numbers leave it open."""
+        want = self.tokens(w) if whole else self.tokens(w)[: len(got)]
+        if got == want:
+            return
+        first = next(i for i in range(len(want)) if got[i : i + 1] != want[i : i + 1])
+        assert len(got) == len(want) and got[first] in self.possible(w, want[:first]), (w, got, want)
+        self.close_calls += 1
+
+    def possible(self, w: Wanted, before: list[int]) -> set[int]:
+        """The next tokens that logits within NOISE of the computed ones give."""
+        engine, rng = self.scheduler.engine, np.random.default_rng(0)
+        known = [*w.prompt, *before]
+        with self.scheduler.alone(len(known)) as sequence:
+            logits = logits_after(engine, sequence, known)
+        recent = known[max(0, len(known) - w.sampling.repeat_last_n) :]
+        logits = penalise(logits.astype(np.float64), recent, w.sampling)
+        if w.on_device(engine):
+            number = random_number(w.sampling.seed or 0, len(known) - 1)
+        else:
+            number = float(np.random.default_rng(w.sampling.seed).random(len(before) + 1)[-1])
+        noise = rng.uniform(-NOISE, NOISE, (200, len(logits)))
+        return {selected(logits + each, w.sampling, number) for each in noise}
+
+
+def logits_after(engine: Engine, sequence: Sequence, ids: list[int]) -> NDArray[np.float32]:
+    engine.prefill(sequence, ids)
+    return engine.read_logits()
+
+
+def selected(logits: NDArray[np.float64], sampling: Sampling, number: float) -> int:
+    if sampling.temperature <= 0:
+        return int(logits.argmax())
+    tokens, shares = candidates(logits, sampling)
+    return int(tokens[min(np.searchsorted(np.cumsum(shares), number, side="right"), len(tokens) - 1)])
+
+
+@pytest.mark.parametrize("backend", [None, Backend.BUFFERS], ids=["default", "buffers"])
+def test_alone_or_in_company(path, gpu, backend):
+    """Every request, with all the others beside it, gets what it gets alone."""
+    rng = random.Random(1)
+    requests = [wanted(rng, [[1]]) for _ in range(6 if backend else 20)]
+    alone = Alone(Scheduler(load(path, gpu, backend, parallel=1).engine))
+    for parallel in (3,) if backend else (1, 7, 32):
+        scheduler = Scheduler(load(path, gpu, backend, parallel, positions=16 * 256).engine)
+        made = [w.request(scheduler.engine) for w in requests]
+        for request in made:
+            scheduler.submit(request)
+        for request in rng.sample(made, len(made)):
+            finish(scheduler, request)
+        for w, request in zip(requests, made, strict=True):
+            alone.check(w, request.new)
+        check_empty(scheduler)
+
+
+def churn(scheduler: Scheduler, alone: Alone, rng: random.Random, count: int) -> Counter[str]:
+    """`count` requests with common prefixes come, are read, wait, are paused, are cancelled."""
+    prefixes = [[1], *([1, *(rng.randrange(3, 288) for _ in range(n))] for n in (20, 64, 130))]
+    live: list[tuple[Wanted, Request]] = []
+    done: Counter[str] = Counter()
+    pause = scheduler._pause
+
+    def counted(request: Request) -> None:
+        done["paused"] += 1
+        pause(request)
+
+    scheduler._pause = counted  # type: ignore[method-assign]
+    while done["finished"] + done["cancelled"] < count:
+        action = rng.random()
+        if action < 0.15 and len(live) < 40:
+            w = wanted(rng, prefixes)
+            live.append((w, w.request(scheduler.engine)))
+            scheduler.submit(live[-1][1])
+        elif action < 0.17 and live:
+            w, request = live.pop(rng.randrange(len(live)))
+            scheduler.cancel(request)
+            alone.check(w, request.new, whole=False)
+            done["cancelled"] += 1
+        elif live:
+            w, request = rng.choice(live)
+            if scheduler.next_token(request) is None:
+                alone.check(w, request.new)
+                live.remove((w, request))
+                done["finished"] += 1
+                done["shared a prefix"] += request.cached > 0
+    for _, request in live:
+        scheduler.cancel(request)
+    check_empty(scheduler)
+    return done
+
+
+@pytest.mark.parametrize(("parallel", "positions"), [(2, 320), (5, 448), (9, 1024)])
+def test_random_arrivals_and_departures(path, gpu, parallel, positions):
+    """In pools that are too small for all."""
+    alone = Alone(Scheduler(load(path, gpu, parallel=1).engine))
+    scheduler = Scheduler(load(path, gpu, parallel=parallel, positions=positions).engine)
+    done = churn(scheduler, alone, random.Random(parallel), 50)
+    assert done["finished"] > 20 and done["cancelled"] and done["shared a prefix"] and alone.close_calls <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", Backend)
+def test_thousands_of_arrivals_and_departures(path, gpu, backend):
+    rng, done = random.Random(0), Counter[str]()
+    alone = Alone(Scheduler(load(path, gpu, backend, parallel=1).engine))
+    for parallel in (1, 2, 3, 7, 16, 32):
+        for positions in (256, 320, 448, 1024):
+            scheduler = Scheduler(load(path, gpu, backend, parallel, positions, rng.choice([8, 32, 256])).engine)
+            done += churn(scheduler, alone, rng, 100)
+            print(backend, parallel, positions, dict(done), "close calls", alone.close_calls, flush=True)
+    assert done["finished"] > 1000 and done["paused"] > 100 and alone.close_calls <= 10
