@@ -87,6 +87,44 @@ def test_every_fault(layer, model, ahead):
     sweep(layer, model, "all", LLAMAGPU_TEST_AHEAD=ahead)
 
 
+MANY = """
+import ctypes, os, sys, threading, llamagpu
+
+def generate(lose=False):
+    with llamagpu.load(sys.argv[2], context=128, parallel=2) as llama:
+        runs = llama.submit("the quick", n=4, max_tokens=60, sampling=llamagpu.Sampling(temperature=0))
+        ended = [""] * len(runs)
+        next(runs[0])
+        if lose:
+            submits = ctypes.c_long.in_dll(ctypes.CDLL(sys.argv[1]), "fault_counts").value
+            os.environ.update(FAULT_CALL="submit", FAULT_AT=str(submits + 3), FAULT_RESULT="lost")
+
+        def read(i):
+            try:
+                ended[i] = runs[i].result().finish_reason
+            except llamagpu.errors.DeviceLost as error:
+                ended[i] = f"{error.exit_code} {error.cause}"
+
+        threads = [threading.Thread(target=read, args=(i,)) for i in range(len(runs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        print(set(ended))
+
+generate(lose=True)
+os.environ["FAULT_AT"] = "0"
+generate()
+"""
+
+
+def test_a_lost_device_ends_every_generation(layer, model):
+    """Those that run and those that wait, each for its own reader; the next load works."""
+    ended = run(layer, "-c", MANY, layer, model)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [str({f"6 {LOST}"}), "{'length'}"]
+
+
 @pytest.mark.parametrize(
     ("fault", "code", "cause"),
     [
