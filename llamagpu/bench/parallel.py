@@ -15,6 +15,7 @@ from llamagpu.bench.report import FORMATS, Row
 from llamagpu.engine.engine import Engine
 from llamagpu.engine.load import Progress, Source, load_model
 from llamagpu.engine.options import EngineOptions
+from llamagpu.engine.pages import PAGE
 from llamagpu.engine.sampler import Sampling
 from llamagpu.engine.scheduler import Request, Scheduler
 from llamagpu.gpu.device import Gpu, map_device_lost
@@ -63,8 +64,7 @@ def run(engine: Engine, prompts: Items[list[int]], new: int) -> Times:
 def bench_parallel(
     source: Source,
     widths: Items[int],
-    prompt: int,
-    new: int,
+    case: BenchCase,
     shared: bool,
     options: BenchOptions,
     starts: Starts = lambda pp, tg, b, repetition: None,
@@ -72,10 +72,14 @@ def bench_parallel(
 ) -> list[Row]:
     """A row for each number of sequences. Of the repetitions the fastest counts, as in llama-batched-bench one run."""
     with map_device_lost(), closing(Gpu.open(options.device)) as gpu:
-        most, positions = max(widths), prompt + new
-        case = BenchCase(0, 0, None, 0, prompt, new)
+        prompt, new, most = case.n_prompt, case.n_gen, max(widths)
         asked = EngineOptions(
-            context=positions, precision=options.precision, parallel=most, kv_positions=most * (positions + 64)
+            context=case.tokens,
+            chunk=case.n_ubatch or None,
+            kv_type=case.kv_type,
+            precision=options.precision,
+            parallel=most,
+            kv_positions=most * (case.tokens + PAGE),
         )
         with closing(open_for(source, [case])) as opened:
             loaded = load_model(opened, asked, gpu=gpu, progress=progress)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,21 +124,25 @@ def bench(
     from llamagpu.bench.cases import make_cases, numbers
     from llamagpu.cli.bench_progress import BenchProgress, source_name
 
+    pairs = [prompt_and_gen(text) for text in n_pg or []]
+    settings = (
+        numbers(batch or ["2048"], 1),
+        numbers(ubatch, 1) if ubatch else [0],
+        kv_types(type_k, type_v),
+    )
     if n_parallel:
         from llamagpu.cli.bench_parallel import parallel
 
+        for name, value in (("-d", n_depth), ("-oe", output_err != "none"), ("--plot", plot)):
+            if value:
+                raise Usage(f"--parallel does not take {name}", "leave one of them out")
+        pairs = pairs or list(product(numbers(n_prompt or ["128"], 1), numbers(n_gen or ["64"], 1)))
         models = sources(model, hf_repo, hf_file, synthetic, offline, quiet)
         options = BenchOptions(repetitions, delay, not no_warmup, precision, device)
-        lengths = numbers(n_prompt or ["128"], 1), numbers(n_gen or ["64"], 1)
-        return parallel(models, numbers(n_parallel, 1), *lengths, shared_prompt, options, output, quiet)
+        cases = make_cases([], [], pairs, [0], *settings)
+        return parallel(models, numbers(n_parallel, 1), cases, shared_prompt, options, output, quiet)
     cases = make_cases(
-        prompts=numbers(n_prompt or ["512"]),
-        gens=numbers(n_gen or ["128"]),
-        pairs=[prompt_and_gen(text) for text in n_pg or []],
-        depths=numbers(n_depth or ["0"]),
-        batches=numbers(batch or ["2048"], 1),
-        ubatches=numbers(ubatch, 1) if ubatch else [0],
-        kv_types=kv_types(type_k, type_v),
+        numbers(n_prompt or ["512"]), numbers(n_gen or ["128"]), pairs, numbers(n_depth or ["0"]), *settings
     )
     given = {"n_batch": batch, "n_ubatch": ubatch, "type_k": type_k, "type_v": type_v, "devices": device}
     shown = [name for name, value in (given | {"flash_attn": flash_attn}).items() if value]

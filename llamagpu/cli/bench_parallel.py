@@ -3,10 +3,11 @@
 from typing import TYPE_CHECKING
 
 from llamagpu.cli.bench import choice
-from llamagpu.cli.terminal import interruptible, progress_line, status_line, write
+from llamagpu.cli.terminal import Usage, interruptible, progress_line, status_line, write
 
 if TYPE_CHECKING:
     from llamagpu.bench.bench import BenchOptions
+    from llamagpu.bench.cases import BenchCase
     from llamagpu.bench.report import Row
     from llamagpu.engine.load import Source
 
@@ -14,18 +15,20 @@ if TYPE_CHECKING:
 def parallel(
     models: "list[Source]",
     widths: list[int],
-    prompts: list[int],
-    gens: list[int],
+    cases: "list[BenchCase]",
     shared: bool,
     options: "BenchOptions",
     output: str,
     quiet: bool,
 ) -> None:
-    """Prompts of each length and new tokens of each number, for each number of sequences."""
+    """Each case with each number of sequences."""
     from llamagpu.bench import parallel as bench
     from llamagpu.cli.bench_progress import source_name
+    from llamagpu.engine.step_inputs import MAX_SEGMENTS
 
     choice(output, ("csv", "json", "jsonl", "md"), "-o")
+    if max(widths) > MAX_SEGMENTS:
+        raise Usage(f"--parallel {max(widths)}: a step has {MAX_SEGMENTS} sequences at most", "give fewer")
     found: list[Row] = []
     with interruptible() as check:
         for source in models:
@@ -35,9 +38,8 @@ def parallel(
                 check()
                 status_line(f"{name}: {b} sequences of {pp} + {tg} tokens, run {repetition}", quiet)
 
-            for prompt in prompts:
-                for new in gens:
-                    loading = progress_line("loading", quiet, check)
-                    found += bench.bench_parallel(source, widths, prompt, new, shared, options, starts, loading)
+            for case in cases:
+                loading = progress_line("loading", quiet, check)
+                found += bench.bench_parallel(source, widths, case, shared, options, starts, loading)
         status_line("", quiet)
     write(bench.written(found, output))

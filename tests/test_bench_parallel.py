@@ -1,0 +1,46 @@
+"""`bench --parallel`: sequences together, with llama-batched-bench's columns."""
+
+import csv
+import io
+import json
+
+import pytest
+from test_bench import shared_gpu  # noqa: F401
+from test_cli import run  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("shared_gpu")
+ARGS = ("bench", "--synthetic", "tiny", "--parallel", "1,3", "-p", 9, "-n", 5, "-r", 1)
+
+
+def test_columns_and_counts(run):  # noqa: F811
+    lines = run(*ARGS).out.decode().splitlines()
+    names = [cell.strip() for cell in lines[0].split("|")[1:-1]]
+    assert names == ["PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s"]
+    rows = [dict(zip(names, map(float, line.split("|")[1:-1]), strict=True)) for line in lines[2:]]
+    assert [(row["PP"], row["TG"], row["B"], row["N_KV"]) for row in rows] == [(9, 5, 1, 14), (9, 5, 3, 42)]
+    for row in rows:
+        assert row["T s"] == pytest.approx(row["T_PP s"] + row["T_TG s"], abs=0.002)
+        assert row["S_TG t/s"] == pytest.approx(row["B"] * 4 / row["T_TG s"], rel=0.2)
+
+
+def test_a_shared_prompt_is_counted_once(run):  # noqa: F811
+    rows = [json.loads(line) for line in run(*ARGS, "-pps", "-ub", 4, "-ctk", "f32", "-o", "jsonl").out.splitlines()]
+    assert [(row["pl"], row["is_pp_shared"], row["n_kv"], row["type_k"]) for row in rows] == [
+        (1, True, 14, "f32"),
+        (3, True, 9 + 2 + 3 * 5, "f32"),
+    ]
+
+
+def test_csv_and_several_lengths(run):  # noqa: F811
+    found = run(*ARGS[:3], "-npl", 2, "-pg", "4,2", "-pg", "5,1", "-r", 1, "-o", "csv").out.decode()
+    rows = list(csv.DictReader(io.StringIO(found)))
+    assert [(row["pp"], row["tg"], row["pl"]) for row in rows] == [("4", "2", "2"), ("5", "1", "2")]
+    assert float(rows[1]["speed_tg"]) == 0  # the only token of each comes with its prompt
+
+
+@pytest.mark.parametrize(
+    "wrong", [["-npl", 65], ["-npl", 0], ["-d", 5], ["-o", "sql"], ["-oe", "md"], ["--plot", "x.png"]]
+)
+def test_refused(run, wrong):  # noqa: F811
+    result = run(*ARGS, *wrong)
+    assert result.code == 2 and not result.out and len(result.err.splitlines()) == 2
