@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from wgpu.backends.wgpu_native import ffi, lib
 
 from llamagpu.errors import DeviceLost
-from llamagpu.gpu.buffers import Buffer
+from llamagpu.gpu.buffers import AnyBuffer, BufferRange
 from llamagpu.gpu.caps import Grid
 from llamagpu.gpu.device import Dispatch, Gpu, first_line
 from llamagpu.gpu.readback import read_staging, submit
@@ -67,7 +67,7 @@ class Step(NamedTuple):
 
 
 class Pending:
-    """A small buffer that is being read back from the device.
+    """Small buffers that are being read back from the device.
 
     `in_flight` keeps it alive until it has been read, also when a Ctrl-C ends the wait, and when the generation that
     waits is garbage in a reference cycle: Python would free the staging buffer first.
@@ -79,7 +79,7 @@ class Pending:
             in_flight.add(self)
 
     def wait(self) -> NDArray[np.uint32]:
-        """The buffer's words, once the submission that wrote it has completed; later submissions may still run."""
+        """The buffers' words, once the submission that wrote them has completed; later submissions may still run."""
         words: NDArray[np.uint32] = self.gpu.poller.call(self._read)
         return words
 
@@ -104,13 +104,13 @@ class Recorder:
         self.gpu = gpu
         self.safe = os.environ.get("LLAMAGPU_SAFE") == "1"
 
-    def submit(self, steps: Sequence[Step], result: Buffer | None = None, ahead: bool = False) -> Pending:
-        """Record the steps in one pass and submit it; `result` is copied out for reading back.
+    def submit(self, steps: Sequence[Step], *results: AnyBuffer, ahead: bool = False) -> Pending:
+        """Record the steps in one pass and submit it; `results` are copied out for reading back, one after another.
 
         With `ahead` a worker thread finishes and submits the pass: wgpu validates and encodes it then, which takes as
         long as recording it. Nothing else may be submitted until the caller has waited.
         """
-        encoder, staging = self.record(steps, result)
+        encoder, staging = self.record(steps, results)
         return Pending(self.gpu, staging, self._schedule(ahead, self.finish_and_submit, encoder))
 
     def submit_in_pieces(self, step: Step) -> None:
@@ -140,8 +140,8 @@ class Recorder:
         with suppress(DeviceLost):  # or closed: nothing is left to submit
             self.gpu.submitter.call(int)
 
-    def record(self, steps: Sequence[Step], result: Buffer | None, timestamps: Any = None) -> tuple[Any, Any]:
-        """The pass in a command encoder, and the staging buffer that `result` is copied to."""
+    def record(self, steps: Sequence[Step], results: Sequence[AnyBuffer], timestamps: Any = None) -> tuple[Any, Any]:
+        """The pass in a command encoder, and the staging buffer that `results` are copied to."""
         encoder = self.gpu.device.create_command_encoder()
         work = encoder.begin_compute_pass(timestamp_writes=timestamps)
         record = record_safe if self.safe else record_raw
@@ -149,9 +149,13 @@ class Recorder:
             record(work, step)
         work.end()
         staging = None
-        if result is not None:
-            staging = self.gpu.staging_buffer(result.size)
-            encoder.copy_buffer_to_buffer(result, 0, staging, 0, result.size)
+        if results:
+            staging = self.gpu.staging_buffer(sum(result.size for result in results))
+            offset = 0
+            for result in results:
+                source, first = (result.buffer, result.offset) if isinstance(result, BufferRange) else (result, 0)
+                encoder.copy_buffer_to_buffer(source, first, staging, offset, result.size)
+                offset += result.size
         return encoder, staging
 
     def finish_and_submit(self, encoder: Any) -> Any:

@@ -13,7 +13,7 @@ import wgpu
 from numpy.typing import NDArray
 from wgpu.backends.wgpu_native import lib
 
-from llamagpu.gpu.buffers import Buffer
+from llamagpu.gpu.buffers import AnyBuffer, Buffer
 from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.recorder import Pending, Plan, Recorder, Step, record_raw
 
@@ -86,9 +86,9 @@ class TimedRecorder(Recorder):
         self.spans: list[Span] = []
         self.timestamps = Timestamps(gpu) if "timestamp-query" in gpu.features else None
 
-    def submit(self, steps: Sequence[Step], result: Buffer | None = None, ahead: bool = False) -> Pending:
+    def submit(self, steps: Sequence[Step], *results: AnyBuffer, ahead: bool = False) -> Pending:
         began = time.perf_counter()
-        encoder, staging = self.record(steps, result, self._pass_timestamps())
+        encoder, staging = self.record(steps, results, self._pass_timestamps())
         recorded, count = time.perf_counter(), sum(len(step.plan) for step in steps)
         span = Span(len(steps), count, began, recorded)
         pending = TimedPending(self.gpu, staging, self._schedule(ahead, self._timed_submit, encoder, span))
