@@ -20,8 +20,8 @@ from llamagpu.engine.grammar import Grammar, GrammarVocabulary, Matcher
 from llamagpu.engine.load import LoadedModel, LoadTimes, elapsed, load_model, open_source
 from llamagpu.engine.memory import MemoryPlan
 from llamagpu.engine.options import EngineOptions, KvType, Precision
-from llamagpu.engine.sampler import Sampling, host_sampler, log_softmax, need_finite
-from llamagpu.engine.scheduler import HostSample, Request, Scheduler
+from llamagpu.engine.sampler import HostSampler, Sampling, Scores, host_sampler, need_finite
+from llamagpu.engine.scheduler import Request, Scheduler
 from llamagpu.engine.sequence import Sequence as TokenSequence
 from llamagpu.engine.step_inputs import MAX_SEGMENTS
 from llamagpu.errors import (
@@ -378,6 +378,10 @@ class Llama:
         check_argument("logprobs", logprobs, logprobs is None or is_whole(logprobs, 0), f"{AT_LEAST_0}, or None")
         check_argument("sampling", sampling, isinstance(sampling, Sampling | None), "a llamagpu.Sampling")
         check_argument("grammar", grammar, isinstance(grammar, Grammar | None), "a llamagpu.Grammar")
+        how = sampling or self.sampling
+        if how.logit_bias and max(how.logit_bias) >= self.config.vocab:
+            cause = f"logit_bias has token id {max(how.logit_bias)}; the model's are 0..{self.config.vocab - 1}"
+            raise BadArgument(cause, "take ids from `encode`")
         new = abs(max_tokens)  # -1: at least one
         wanted = len(ids) + new
         if wanted > self.context:
@@ -392,7 +396,6 @@ class Llama:
             )
         stops = stop_strings(stop)
         matcher = Matcher(grammar, self._grammar_vocabulary) if grammar else None
-        how = sampling or self.sampling
         return Generation(self, ids, max_tokens, how, stops, ignore_eos, logprobs, progress, matcher)
 
     @cached_property
@@ -471,9 +474,9 @@ class Llama:
 
         The arguments are those of `submit`. An error in one ends all.
 
-        >>> answers = llama.generate_batch(["the quick", "once upon a"], max_tokens=4)
+        >>> answers = llama.generate_batch(["the quick", "once upon a"], max_tokens=4, n=2)
         >>> len(answers)
-        2
+        4
         """
         queued: deque[Generation] = deque()
         found: list[Completion] = []
@@ -595,20 +598,20 @@ class Generation(Iterator[Token]):
             self.timings.prompt_tokens = len(self.prompt_ids)
             most = None if self.max_tokens < 0 else self.max_tokens
             is_end = (lambda id: False) if self.ignore_eos else self.llama.tokenizer.is_end
-            request = Request(self.prompt_ids, self.sampling, most, is_end, self._host_sample(), self.progress)
+            host = self._host_sampler()
+            request = Request(
+                self.prompt_ids, self.sampling, most, is_end, host, self.progress, self.matcher, self.top_logprobs
+            )
             self.llama._check_open()
             self.llama.scheduler.submit(request)
             self.llama._latest = self._request = request
             weakref.finalize(self, self.llama.scheduler.cancel, request)
 
-    def _host_sample(self) -> HostSample | None:
+    def _host_sampler(self) -> HostSampler | None:
         """How the host samples, where the device cannot."""
-        sampling, prompt = self.sampling, self.prompt_ids
-        host = host_sampler(sampling, prompt, self.matcher)
-        if self.top_logprobs is not None:
-            return scored(self.llama.tokenizer, host, self.top_logprobs, self.logprobs)
-        on_device = sampling.greedy or self.llama.loaded.engine.samples_on_device(sampling)
-        return None if on_device and self.matcher is None else host
+        engine = self.llama.loaded.engine
+        on_device = engine.samples_on_device(self.sampling, self.top_logprobs, self.matcher is not None)
+        return None if on_device else host_sampler(self.sampling, self.prompt_ids)
 
     def __next__(self) -> Token:
         """The next token, the end token included. `text` is the concatenation of their texts."""
@@ -655,6 +658,8 @@ class Generation(Iterator[Token]):
             self.finish_reason = "length" if self.max_tokens == 0 else "context"  # or the cache was full
             return None
         self.ids.append(id)
+        if self.top_logprobs is not None:
+            self.logprobs.append(logprob_of(self.llama.tokenizer, id, self._request.scores[len(self.ids) - 1]))
         text = self._held + ("" if self._ends(id) else self._decoder.push(id))
         cut = min((i for i in (text.find(s) for s in self.stop) if i >= 0), default=-1)
         reason = "stop" if cut >= 0 else self._reason(id)
@@ -688,29 +693,22 @@ class Generation(Iterator[Token]):
 
     def _reason(self, id: int) -> str:
         """The finish reason if `id`, the latest token, is the last one; else empty."""
-        if self._ends(id) or (self.matcher and self.matcher.stopped):
+        if self._ends(id) or (self._request and self._request.matched == len(self.ids)):
             return "stop"
         if len(self.ids) == self.max_tokens:
             return "length"
         return "context" if len(self.prompt_ids) + len(self.ids) > self.llama.context else ""
 
 
-def scored(tokenizer: Tokenizer, sample: HostSample, top: int, logprobs: list[Logprob]) -> HostSample:
-    """`sample`, which also appends the log probabilities of each token."""
+def logprob_of(tokenizer: Tokenizer, id: int, scores: Scores) -> Logprob:
+    """The log probability of a token with its text, and those of the likeliest in its place."""
 
-    def text_of(id: int) -> str:
+    def named(id: int, value: float, top: tuple[Logprob, ...] = ()) -> Logprob:
         padding = id >= tokenizer.vocab_size  # a row of the embedding table without a token
-        return "" if padding else tokenizer.token_bytes(id).decode("utf-8", "replace")
+        text = "" if padding else tokenizer.token_bytes(id).decode("utf-8", "replace")
+        return Logprob(id, text, value, top)
 
-    def sample_next(logits: NDArray[np.floating]) -> int:
-        id = sample(logits)
-        logs = log_softmax(logits)
-        likeliest = np.argsort(-logs, kind="stable")[:top].tolist()
-        found = tuple(Logprob(other, text_of(other), float(logs[other])) for other in likeliest)
-        logprobs.append(Logprob(id, text_of(id), float(logs[id]), found))
-        return id
-
-    return sample_next
+    return named(id, scores.logprob, tuple(map(named, scores.ids, scores.logprobs)))
 
 
 def possible_stop(text: str, stops: Sequence[str]) -> int:

@@ -142,6 +142,7 @@ def compose_plans(model: Model) -> None:
         *(partial(model.score_plan, rows) for rows in (1, 16, min(64, model.chunk))),
         *(partial(model.hidden_plan, rows) for rows in (1, 2)),
         *(partial(model.sample_plan, greedy) for greedy in (True, False)),
+        partial(model.sample_plan, False, masked=True, logprobs=True),
     ]
     if model.settings.slots > 1:
         plans += [partial(model.plan, rows, segments=2) for rows in (2, 16, min(64, model.chunk))]

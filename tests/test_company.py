@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from gguf_builder import tiny_llama
 from numpy.typing import NDArray
-from test_kernels_sample import random_number
 
 from llamagpu import Sampling
 from llamagpu.engine.engine import Engine
+from llamagpu.engine.grammar import allowed_tokens
 from llamagpu.engine.load import load_model
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision
-from llamagpu.engine.sampler import candidates, host_sampler, penalise
+from llamagpu.engine.sampler import add_bias, host_sampler, penalise, random_number, sample
 from llamagpu.engine.scheduler import Request, Scheduler
 from llamagpu.engine.sequence import Sequence
 
@@ -23,7 +23,11 @@ SAMPLINGS = (
     GREEDY,
     Sampling(temperature=0.9, seed=3),
     Sampling(temperature=2, seed=4, top_p=0.8, repeat_penalty=1.3),
-    Sampling(temperature=1, seed=5, top_k=0),  # on the host
+    Sampling(temperature=1, seed=5, top_k=0),
+    Sampling(temperature=2, seed=6, top_k=270, top_p=0.98, min_p=0.001),  # more than are sorted
+    Sampling(temperature=0, presence_penalty=0.5, frequency_penalty=0.3, repeat_last_n=20),
+    Sampling(temperature=1, seed=7, logit_bias={5: 3.0, 9: False, 40: -2.0}, frequency_penalty=0.2),
+    Sampling(temperature=1, seed=8, presence_penalty=1.0, repeat_last_n=2000),  # on the host
 )
 NOISE = 1e-4  # of a logit: steps of other numbers of rows take other kernels, which add in another order
 
@@ -46,23 +50,46 @@ def load(path, gpu, backend=None, parallel=8, positions=1024, chunk=32):
     return load_model(path, options, gpu=gpu)
 
 
+class Thirds:
+    """A grammar: the remainder of a token divided by 3 counts up."""
+
+    stopped = False
+
+    def __init__(self, accepted: int = 0) -> None:
+        self.accepted = accepted
+
+    def mask(self) -> NDArray[np.int32]:
+        return np.packbits(np.arange(288) % 3 == self.accepted % 3, bitorder="little").view(np.int32)
+
+    def accept(self, token: int) -> None:
+        assert token % 3 == self.accepted % 3
+        self.accepted += 1
+
+
 @dataclass(frozen=True)
 class Wanted:
     prompt: tuple[int, ...]
     sampling: Sampling
     most: int
+    masked: bool = False
+    logprobs: int | None = None
 
-    def on_device(self, engine: Engine) -> bool:
-        return self.sampling.greedy or engine.samples_on_device(self.sampling)
-
-    def request(self, engine: Engine) -> Request:
-        sample = None if self.on_device(engine) else host_sampler(self.sampling, self.prompt)
-        return Request(list(self.prompt), self.sampling, self.most, sample=sample)
+    def request(self, engine: Engine, on_host: bool = False) -> Request:
+        on_device = not on_host and engine.samples_on_device(self.sampling, self.logprobs, self.masked)
+        return Request(
+            list(self.prompt),
+            self.sampling,
+            self.most,
+            sample=None if on_device else host_sampler(self.sampling, self.prompt),
+            matcher=Thirds() if self.masked else None,  # type: ignore[arg-type]
+            logprobs=self.logprobs,
+        )
 
 
 def wanted(rng: random.Random, prefixes: list[list[int]]) -> Wanted:
     prompt = (*rng.choice(prefixes), *(rng.randrange(3, 288) for _ in range(rng.choice([1, 2, 7, 30, 70]))))
-    return Wanted(prompt, rng.choice(SAMPLINGS), rng.choice([1, 2, 5, 17, 40]))
+    masked, logprobs = rng.random() < 0.1, rng.choice([None, None, 3])
+    return Wanted(prompt, rng.choice(SAMPLINGS), rng.choice([1, 2, 5, 17, 40]), masked, logprobs)
 
 
 def finish(scheduler: Scheduler, request: Request) -> list[int]:
@@ -114,25 +141,17 @@ class Alone:
         with self.scheduler.alone(len(known)) as sequence:
             logits = logits_after(engine, sequence, known)
         recent = known[max(0, len(known) - w.sampling.repeat_last_n) :]
-        logits = penalise(logits.astype(np.float64), recent, w.sampling)
-        if w.on_device(engine):
-            number = random_number(w.sampling.seed or 0, len(known) - 1)
-        else:
-            number = float(np.random.default_rng(w.sampling.seed).random(len(before) + 1)[-1])
+        logits = penalise(add_bias(logits.astype(np.float64), w.sampling), recent, w.sampling)
+        if w.masked:
+            logits[~allowed_tokens(Thirds(len(before)).mask(), len(logits))] = -np.inf
+        number = random_number(w.sampling.seed or 0, len(known))
         noise = rng.uniform(-NOISE, NOISE, (200, len(logits)))
-        return {selected(logits + each, w.sampling, number) for each in noise}
+        return {sample(logits + each, w.sampling, number) for each in noise}
 
 
 def logits_after(engine: Engine, sequence: Sequence, ids: list[int]) -> NDArray[np.float32]:
     engine.prefill(sequence, ids)
     return engine.read_logits()
-
-
-def selected(logits: NDArray[np.float64], sampling: Sampling, number: float) -> int:
-    if sampling.temperature <= 0:
-        return int(logits.argmax())
-    tokens, shares = candidates(logits, sampling)
-    return int(tokens[min(np.searchsorted(np.cumsum(shares), number, side="right"), len(tokens) - 1)])
 
 
 @pytest.mark.parametrize("backend", [None, Backend.BUFFERS], ids=["default", "buffers"])

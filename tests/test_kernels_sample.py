@@ -1,5 +1,6 @@
-"""Sampling kernels: argmax and greedy, sample against the host's sampler, log_prob against float64."""
+"""Sampling kernels: argmax and greedy, the others against the host's sampler, log_prob against float64."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -8,9 +9,30 @@ import pytest
 from kernel_cases import GUARD, SLOTS, Steps, covers, run, segment, upload
 from reference import assert_close
 
-from llamagpu.engine.device_sampler import NO_TOKEN, SETTING_WORDS, DeviceSampler
-from llamagpu.engine.ops import Ops, argmax_candidates
-from llamagpu.engine.sampler import Sampling, candidates, host_sampler, penalise
+from llamagpu.engine.device_sampler import (
+    CHANGE_WORDS,
+    LOWEST,
+    NO_TOKEN,
+    RING,
+    RING_WORDS,
+    Candidates,
+    DeviceSampler,
+    SampleKind,
+)
+from llamagpu.engine.grammar import allowed_tokens
+from llamagpu.engine.ops import HeadBuffers, Ops, argmax_candidates
+from llamagpu.engine.sampler import (
+    SORTED,
+    Sampling,
+    Scores,
+    add_bias,
+    best,
+    candidates,
+    log_softmax,
+    penalise,
+    random_number,
+    sample,
+)
 from llamagpu.engine.step_inputs import Segment
 from llamagpu.files.storage import Storage
 from llamagpu.verify.reference import COPIED, Array, Weight, matrix_of, ops_at, random, step_buffer, step_rows
@@ -39,23 +61,23 @@ def greedy_on(gpu, logits: Array, times: int = 1, rows: int = 1) -> Greedy:
     """argmax and greedy, `times` in one submission; the first row is at position 7."""
     vocab, make, count = logits.size, ops_at(gpu, rows, 7, 99), argmax_candidates(logits.size)
     found, values = gpu.zeros(count * 8, "candidates"), gpu.upload(logits.astype(np.float32), "logits")
-    ring = gpu.upload(np.full(8, UNTOUCHED, np.uint32), "ring")
-    step, consts = make.step, {"CANDIDATES": count, "RING": 4, "RING_WORDS": 8}
+    ring = gpu.upload(np.full(9, UNTOUCHED, np.uint32), "ring")
+    step, consts = make.step, {"CANDIDATES": count, "RING": 4, "RING_WORDS": 9}
     greedy = make.sample("greedy", consts, {"candidates": found, "ring": ring}, None)
     run(gpu, [make.argmax(values, found, vocab), greedy] * times)
     row = step_rows(gpu, step, 1)[0].tolist()
-    return Greedy(row[2], row, gpu.read(ring, np.uint32, 8).tolist(), gpu.read(step, np.uint32, 4).tolist())
+    return Greedy(row[2], row, gpu.read(ring, np.uint32, 9).tolist(), gpu.read(step, np.uint32, 4).tolist())
 
 
 @covers("argmax", "greedy")
 @pytest.mark.parametrize("vocab", [1, 63, 1024, 1025, 128256])
 def test_greedy_takes_the_largest(any_gpu, vocab):
     rng = random(f"logits {vocab}")
-    for best in {0, vocab // 2, vocab - 1, vocab // 3}:
+    for largest in {0, vocab // 2, vocab - 1, vocab // 3}:
         logits = rng.standard_normal(vocab)
-        logits[best] = 9.0
-        assert greedy_on(any_gpu, logits).token == best
-        assert greedy_on(any_gpu, logits - 1000).token == best
+        logits[largest] = 9.0
+        assert greedy_on(any_gpu, logits).token == largest
+        assert greedy_on(any_gpu, logits - 1000).token == largest
 
 
 # neighbours, two runs of 64, two workgroups, and 256 runs away from each other, where one invocation of greedy compares
@@ -82,9 +104,9 @@ def test_greedy_ignores_what_is_not_a_number(any_gpu, bad):
 
 
 def test_greedy_writes_the_row_of_the_next_step(any_gpu):
-    after = greedy_on(any_gpu, -(np.arange(20.0)[::-1] ** 2), times=6, rows=5)
+    after = greedy_on(any_gpu, 0.0 - np.arange(20.0)[::-1] ** 2, times=6, rows=5)
     assert after.row == [0, 11 + 6, 19, 11 + 6]  # after the last of the prompt's five, then one by one
-    assert after.ring == [19, 19, 19, 19, *[UNTOUCHED] * 4]  # six tokens in a ring of four
+    assert after.ring == [19, 19, 19, 19, *np.zeros(4, int), UNTOUCHED]  # six tokens in a ring of four; logits of 0
     assert after.header == [1, 1, 99, 2]
 
 
@@ -103,17 +125,18 @@ def test_greedy_of_each_segment(any_gpu, weight, segments):
     found[..., 0] = logits.view(np.uint32)
     tokens = [3, 70][:count]  # the first of the two largest
     x = gpu.upload(np.full((count + 1) * k, GUARD, np.float32), "x")
-    ring = gpu.upload(np.full((SLOTS, 8), UNTOUCHED, np.uint32), "ring")
+    ring = gpu.upload(np.full((SLOTS, 9), UNTOUCHED, np.uint32), "ring")
     step = Steps(gpu, 99, SLOTS)
     step.write(*segments)
     bindings = {"candidates": gpu.upload(found, "candidates"), "ring": ring, "x": x}
-    consts = {"CANDIDATES": 4, "RING": 4, "RING_WORDS": 8}
+    consts = {"CANDIDATES": 4, "RING": 4, "RING_WORDS": 9}
     run(gpu, [step.ops.sample("greedy", consts, bindings, matrix_of(shard), count)])
-    want = np.full((SLOTS, 8), UNTOUCHED)
-    for seg, token in zip(segments, tokens, strict=True):
-        want[seg.slot, last_position(seg) % 4] = token
-    assert (gpu.read(ring, np.uint32, SLOTS * 8).reshape(SLOTS, 8) == want).all()
-    rows = [next_row(step, seg, 1, token) for seg, token in zip(segments, tokens, strict=True)]
+    want = np.full((SLOTS, 9), UNTOUCHED, np.uint32)
+    for seg, token, values in zip(segments, tokens, logits, strict=False):
+        at = (seg.position + 1) % 4
+        want[seg.slot, [at, 4 + at]] = token, values.max().view(np.uint32)
+    assert (gpu.read(ring, np.uint32, SLOTS * 9).reshape(SLOTS, 9) == want).all()
+    rows = [row_of(step, seg, 1, token) for seg, token in zip(segments, tokens, strict=True)]
     assert step_rows(gpu, step.buffer, count).tolist() == rows
     assert gpu.read(step.buffer, np.uint32, 4).tolist() == [count, count, step.table.capacity, 2]
     got = gpu.read(x, np.float32, (count + 1) * k).reshape(count + 1, k)
@@ -121,26 +144,27 @@ def test_greedy_of_each_segment(any_gpu, weight, segments):
     assert (got[count:] == GUARD).all()
 
 
+def row_of(step: Steps, seg: Segment, sampled: int, token: int) -> list[int]:
+    """Slot, position, token and cell of the next step's row after `sampled` tokens."""
+    position = seg.position + len(seg.tokens) - 1 + sampled
+    return [seg.slot, position, token, int(step.table.cells(seg.slot, np.array(position)))]
+
+
 # sample
 
 
-def random_number(seed: int, position: int) -> float:
-    """The number in 0..1 that a seed gives for a position: two rounds of PCG."""
-
-    def pcg(h: int) -> int:
-        h = (h * 747796405 + 2891336453) & 0xFFFFFFFF
-        h = (((h >> ((h >> 28) + 4)) ^ h) * 277803737) & 0xFFFFFFFF
-        return (h >> 22) ^ h
-
-    return (pcg(pcg(seed ^ ((position * 2654435761) & 0xFFFFFFFF))) >> 8) / (1 << 24)
+SAMPLE = SampleKind(greedy=False)
+MIXED = [segment(2, 40, 1), segment(0, 7, 5), segment(1, 3, 2)]  # a sequence that decodes, two prompts
 
 
 @dataclass(frozen=True)
 class Sampled:
     tokens: Array  # [segments, count]
-    recent: Array  # [segments, window]: what the penalty looks at next
-    logits: Array  # after the penalty
-    other_slots: Array  # of the rings
+    raw: Array  # [segments, count]: their logits before mask, bias and penalties
+    logits: Array  # after mask, bias and penalties
+    scores: list[list[Scores]]  # [segments, count]
+    changes: Array  # [slots, CHANGE_WORDS]
+    untouched: bool  # whether the rings of other slots are
 
 
 def sample_on(
@@ -149,47 +173,85 @@ def sample_on(
     samplings: Sequence[Sampling],
     segments: Sequence[Segment],
     count: int = 1,
-    recent: Sequence[int] = (),
-    oldest: int = 0,
+    text: Sequence[int] = (),
+    kind: SampleKind = SAMPLE,
+    masks: Sequence[Array | None] = (),
+    logprobs: Sequence[int | None] = (),
+    candidate_rows: int = 64,
 ) -> Sampled:
-    """`count` tokens of each segment in one submission, all from these logits [segments, vocab]."""
-    segment_count, vocab = logits.shape
-    window, best = len(recent), np.stack([largest_of_64(row) for row in logits])
-    sampler, step = DeviceSampler(gpu, SLOTS), Steps(gpu, 99 + count, SLOTS)
-    rings = np.full((SLOTS, count + window), UNTOUCHED, np.uint32)
-    for seg, sampling in zip(segments, samplings, strict=True):
-        sampler.configure(seg.slot, sampling, (), 0)
-        gpu.write(sampler.settings, np.array([oldest], np.uint32), offset=4 * (SETTING_WORDS * (seg.slot + 1) - 1))
-        rings[seg.slot, count:] = recent
-    kept, values, found = (gpu.upload(data, "data") for data in (logits, logits, best))
-    ring = gpu.upload(rings, "ring")
+    """`count` tokens of each sampling in one submission, all from these logits [segments, vocab]."""
+    vocab, sampled, runs = logits.shape[1], len(samplings), -(-logits.shape[1] // candidate_rows)
+    sampler, step = DeviceSampler(gpu, SLOTS, vocab), Steps(gpu, 99 + count, SLOTS)
+    gpu.write(sampler.ring, np.full(SLOTS * RING_WORDS, UNTOUCHED, np.uint32))
+    masks, logprobs = [*masks, *[None] * sampled], [*logprobs, *[None] * sampled]
+    for seg, sampling, mask, top in zip(segments, samplings, masks, logprobs, strict=False):
+        position = seg.position + len(seg.tokens)
+        sampler.configure(seg.slot, sampling, text, position, mask is not None, top)
+        if mask is not None:
+            sampler.write_mask(seg.slot, mask)
     step.write(*segments)
-    vec4s = -(-logits.size // 4)
-    renew = [  # the penalty changes the logits: in a model, the next step computes new ones
-        gpu.dispatch("copy", (), {"VEC4S": vec4s}, {"x": kept, "y": values}, (1, 1, 1)),
-        gpu.dispatch("argmax", (), {"VOCAB": vocab}, {"logits": values, "candidates": found}, (best.shape[1], 1, 1)),
+    kept, values = gpu.upload(logits, "kept"), gpu.upload(logits, "logits")
+    head = HeadBuffers(values, gpu.zeros(len(logits) * runs * 8, "candidates"), step.buffer, sampled)
+    consts = {"VOCAB": vocab, "CANDIDATE_ROWS": candidate_rows}
+    renew = [  # sampling changes the logits: in a model, the next step computes new ones
+        gpu.dispatch("copy", (), {"VEC4S": -(-logits.size // 4)}, {"x": kept, "y": values}, (1, 1, 1)),
+        gpu.dispatch("argmax", (), consts, {"logits": values, "candidates": head.candidates}, (runs, len(logits), 1)),
     ]
-    consts = {"CANDIDATES": best.shape[1], "RING": count, "RING_WORDS": count + window, "VOCAB": vocab}
-    bindings = {"candidates": found, "ring": ring, "logits": values, "sampling": sampler.settings}
-    sample = step.ops.sample("sample", consts, bindings, None, segment_count)
-    run(gpu, [*renew * (bool(recent) and count > 1), sample] * count)
-    rings, slots = gpu.read(ring, np.uint32, rings.size).reshape(rings.shape), [seg.slot for seg in segments]
-    changed = gpu.read(values, np.float32, logits.size).reshape(logits.shape)
-    rows = step_rows(gpu, step.buffer, segment_count).tolist()
-    others = np.delete(rings, slots, axis=0)
-    tokens = [np.roll(rings[seg.slot, :count], -(last_position(seg) % count)) for seg in segments]
-    assert rows == [next_row(step, seg, count, own[-1]) for seg, own in zip(segments, tokens, strict=True)]
-    return Sampled(np.array(tokens), rings[slots, count:], changed, others)
+    sampling_plan = sampler.dispatches(step.ops, kind, head, Candidates(vocab, runs, candidate_rows), None, None)
+    results = []
+    for first in range(0, count, RING):
+        run(gpu, [*renew, *sampling_plan] * min(count - first, RING))
+        words = [gpu.read(buffer, np.uint32, buffer.size // 4) for buffer in (sampler.ring, sampler.scores)]
+        results.append(np.append(words[0][: sampler.first_change], words[1]))
+    firsts = [(seg.slot, seg.position + len(seg.tokens), i) for i, seg in enumerate(segments[:sampled])]
+    found = [[sampler.token(results[i // RING], slot, first + i) for i in range(count)] for slot, first, _ in firsts]
+    tokens, raw = np.moveaxis(np.array(found), 2, 0)
+    scored = [
+        [sampler.token_scores(results[j // RING], slot, first + j, top) for j in range(count)]
+        for (slot, first, _), top in zip(firsts, logprobs, strict=False)
+        if top is not None
+    ]
+    rings = words[0][: SLOTS * RING_WORDS].reshape(SLOTS, -1)
+    # the next step has a row for each sampled segment, and nothing else
+    rows = [row_of(step, seg, count, int(own[-1])) for seg, own in zip(segments, tokens, strict=False)]
+    assert step_rows(gpu, step.buffer, sampled).tolist() == rows
+    header = gpu.read(step.buffer, np.uint32, 4).tolist()
+    assert header == [sampled, sampled, step.table.capacity, step.table.pages]
+    return Sampled(
+        tokens.astype(int),
+        raw,
+        gpu.read(values, np.float32, logits.size).reshape(logits.shape),
+        scored,
+        words[0][sampler.first_change :].reshape(SLOTS, CHANGE_WORDS),
+        bool((np.delete(rings, [slot for slot, _, _ in firsts], axis=0) == UNTOUCHED).all()),
+    )
 
 
-def last_position(seg: Segment) -> int:
-    return seg.position + len(seg.tokens) - 1
+def packed(mask: Array) -> Array:
+    """bool [vocab] as a grammar's bits."""
+    return np.packbits(np.pad(mask, (0, -mask.size % 32)), bitorder="little").view(np.int32)
 
 
-def next_row(step: Steps, seg: Segment, sampled: int, token: int) -> list[int]:
-    """Slot, position, token and cell after `sampled` tokens."""
-    position = last_position(seg) + sampled
-    return [seg.slot, position, token, int(step.table.cells(seg.slot, np.array(position)))]
+def changed(logits: Array, s: Sampling, text: Sequence[int], mask: Array | None = None) -> Array:
+    """The logits that the host samples from; NaN counts as the smallest."""
+    wide = np.where(np.isnan(logits), -np.inf, logits.astype(np.float64))
+    if mask is not None:
+        wide[~allowed_tokens(mask, wide.size)] = -np.inf
+    return penalise(add_bias(wide, s), list(text)[-s.repeat_last_n :] if s.repeat_last_n else [], s)
+
+
+def check_token(token: int, wide: Array, s: Sampling, position: int) -> None:
+    """It is the one that the host samples, unless f32 may decide otherwise."""
+    if s.temperature <= 0:
+        assert wide[token] > wide.max() - 1e-5 * max(1, abs(wide.max()))
+        return
+    number = random_number(s.seed, position)
+    order, shares = candidates(wide, s)
+    sums = np.cumsum(shares)
+    if np.abs(sums[:-1] - number).min(initial=1.0) > 1e-5:
+        assert token == sample(wide, s, number), (token, s, position)
+    else:
+        assert token in order
 
 
 SAMPLINGS = [
@@ -198,119 +260,213 @@ SAMPLINGS = [
     Sampling(1.5, 64, 0.5, 0.0),
     Sampling(1.0, 7, 1.0, 0.2),
     Sampling(0.3, 1, 1.0, 0.0),
+    Sampling(1.2, 256, 0.99, 0.0),
+    Sampling(1.0, 0, 1.0, 0.0),
+    Sampling(2.0, 0, 0.7, 0.0),
+    Sampling(2.0, 0, 0.995, 0.0),
+    Sampling(1.5, 0, 1.0, 0.001),
+    Sampling(1.5, 0, 0.999, 0.0001),
+    Sampling(1.5, 1000, 1.0, 0.0),  # more than are sorted, but not all
+    Sampling(2.0, 2000, 0.95, 0.0),
+    Sampling(1.0, 257, 0.9, 0.0),
+    Sampling(2.0, 700, 0.99, 0.001),
 ]
-
-
-def check_tokens(tokens: Array, logits: Array, sampling: Sampling, first: int) -> None:
-    """Each token is the one that its random number selects among those that the host would keep."""
-    order, shares = candidates(logits.astype(np.float64), sampling)
-    sums = np.cumsum(shares)
-    for i, token in enumerate(tokens):
-        number = random_number(sampling.seed, first + i)
-        if np.abs(sums[:-1] - number).min(initial=1.0) > 1e-5:  # f32 may decide a tie otherwise
-            assert token == order[np.searchsorted(sums, number, side="right")], f"token {i}"
 
 
 @covers("sample")
 @pytest.mark.parametrize("s", SAMPLINGS, ids=lambda s: f"t{s.temperature} k{s.top_k} p{s.top_p} m{s.min_p}")
-@pytest.mark.parametrize("vocab", [5, 700, 9001])
+@pytest.mark.parametrize("vocab", [5, 3001])
 def test_sample_as_the_host_does(any_gpu, vocab, s):
-    """64 tokens of one submission."""
-    s, position = replace(s, seed=1234), 10
+    """Tokens of one submission."""
+    s, position, count = replace(s, seed=1234), 10, 20
     logits = (3 * random(f"sample {vocab}").standard_normal((1, vocab))).astype(np.float32)
-    after = sample_on(any_gpu, logits, [s], [segment(1, position, 1)], 64)
-    check_tokens(after.tokens[0], logits[0], s, position + 1)
-    assert (after.other_slots == UNTOUCHED).all()
+    after = sample_on(any_gpu, logits, [s], [segment(1, position, 1)], count)
+    for i, token in enumerate(after.tokens[0]):
+        check_token(token, logits[0].astype(np.float64), s, position + 1 + i)
+    assert (after.raw[0] == logits[0, after.tokens[0]]).all()
+    assert after.untouched
 
 
-@pytest.mark.parametrize("vocab", [296, 9001])
+def random_logits(rng: np.random.Generator, vocab: int) -> Array:
+    """Of any spread; some with many equal values, infinities, no numbers or huge ones."""
+    logits = rng.choice([0.1, 1, 3, 10]) * rng.standard_normal(vocab)
+    if rng.random() < 0.4:
+        logits = np.round(logits)
+    for value in (-np.inf, np.nan, -3e37, 0.0, -0.0):
+        if rng.random() < 0.2:
+            logits[rng.random(vocab) < rng.choice([0.01, 0.5, 0.95])] = value
+    if rng.random() < 0.1:
+        logits[rng.integers(vocab)] = 1e37
+    logits[rng.integers(vocab)] = rng.choice([0.5, 5.0])  # a number at least
+    return logits.astype(np.float32)
+
+
+def random_sampling(rng: np.random.Generator, vocab: int) -> Sampling:
+    def some(value: float, chance: float, none: float) -> float:
+        return value if rng.random() < chance else none
+
+    biases = rng.choice(vocab, min(vocab - 1, int(some(rng.integers(1, 40), 0.4, 0))), replace=False)
+    values = np.where(rng.random(biases.size) < 0.3, -np.inf, rng.uniform(-100, 100, biases.size) / 20)
+    return Sampling(
+        temperature=some(rng.choice([0.2, 1.0, 1.7]), 0.9, 0.0),
+        top_k=int(rng.choice([0, 1, 5, 40, SORTED, SORTED + 1, 600, vocab - 1, vocab, vocab + 1])),
+        top_p=some(rng.choice([0.0, 0.3, 0.9, 0.99]), 0.6, 1.0),
+        min_p=some(rng.choice([0.001, 0.1, 1.0]), 0.4, 0.0),
+        repeat_penalty=some(rng.choice([0.7, 1.3]), 0.4, 1.0),
+        repeat_last_n=int(rng.choice([0, 3, 16, 64, 1024])),
+        seed=int(rng.integers(1 << 32)),
+        presence_penalty=some(rng.uniform(-2, 2), 0.3, 0.0),
+        frequency_penalty=some(rng.uniform(-2, 2), 0.3, 0.0),
+        logit_bias=dict(zip(biases.tolist(), values.tolist(), strict=True)),
+    )
+
+
+@covers("mask_logits")
+@pytest.mark.parametrize("vocab", [2, 131, 3001])
+def test_any_parameters_of_several_sequences(gpu, vocab):
+    """Of each row, the token, its logit and the log probabilities are what the host has; alone they are the same."""
+    rng = random(f"any {vocab}")
+    for case in range(10):
+        logits = np.stack([random_logits(rng, vocab) for _ in MIXED])
+        samplings = [random_sampling(rng, vocab) for _ in MIXED]
+        masks = [packed(rng.random(vocab) < 0.6) if rng.random() < 0.4 else None for _ in MIXED]
+        tops = [int(rng.integers(0, 21)) if rng.random() < 0.5 else None for _ in MIXED]
+        text = rng.integers(0, vocab, rng.integers(0, 90)).tolist()
+        kind = SampleKind(False, any(m is not None for m in masks), any(t is not None for t in tops))
+        after = sample_on(gpu, logits, samplings, MIXED, 1, text, kind, masks, tops, candidate_rows=[64, 24][case % 2])
+        scores = dict(zip([i for i, top in enumerate(tops) if top is not None], after.scores, strict=True))
+        for i, (seg, s, mask, top) in enumerate(zip(MIXED, samplings, masks, tops, strict=True)):
+            position, token = seg.position + len(seg.tokens), after.tokens[i, 0]
+            wide = changed(logits[i], s, text, mask)
+            if wide.max() == -np.inf:
+                assert math.isnan(after.raw[i, 0])
+                continue
+            assert after.raw[i, 0] == logits[i, token]
+            check_token(token, wide, s, position)
+            if top is not None:
+                check_scores(scores[i][0], logits[i], token, top)
+        one = int(rng.integers(3))
+        alone = sample_on(gpu, logits[one:][:1], samplings[one:][:1], [MIXED[one]], 1, text, kind, masks[one:][:1])
+        assert alone.tokens[0] == after.tokens[one]
+
+
+def check_scores(scores: Scores, logits: Array, token: int, top: int) -> None:
+    numbers = np.where(np.isnan(logits), -np.inf, logits).astype(np.float64)
+    logs, ids = log_softmax(numbers), best(numbers, min(top, logits.size)) if top else np.zeros(0, int)
+    assert scores.ids == ids.tolist()
+    for got, want in zip((scores.logprob, *scores.logprobs), logs[[token, *ids]], strict=True):
+        assert got == pytest.approx(want, rel=1e-6, abs=1e-5) or (want == -np.inf and not math.isfinite(got))
+
+
+@covers("top_logprobs")
+@pytest.mark.parametrize("vocab", [3, 5000])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_top_logprobs(any_gpu, vocab, greedy):
+    """Of five tokens in one submission, before bias and penalty; the other segment asks for none."""
+    logits = (3 * random("top logprobs").standard_normal((2, vocab))).astype(np.float32)
+    logits[1, :] = np.round(logits[1])  # many are equal
+    s = Sampling(
+        0.0 if greedy else 1.0, seed=3, presence_penalty=2.0 * (not greedy), logit_bias={} if greedy else {1: 5}
+    )
+    after = sample_on(any_gpu, logits, [s, s], TWO, 5, kind=SampleKind(greedy, logprobs=True), logprobs=[None, 20])
+    assert len(after.scores) == 1 and (after.raw[1] == logits[1, after.tokens[1]]).all()
+    for token, scores in zip(after.tokens[1], after.scores[0], strict=True):
+        check_scores(scores, logits[1], token, 20)
+
+
+def test_only_the_first_segments_are_sampled(any_gpu):
+    """A prompt that is not finished comes last: it has no row in the next step, and nothing of it changes."""
+    logits = (3 * random("unfinished").standard_normal((3, 700))).astype(np.float32)
+    samplings = [replace(SAMPLINGS[i], seed=i) for i in range(2)]
+    for greedy in (False, True):
+        after = sample_on(any_gpu, logits, samplings, MIXED, 1, kind=SampleKind(greedy))
+        assert after.untouched
+        if greedy:
+            assert (after.tokens[:, 0] == logits[:2].argmax(1)).all()
+
+
+@pytest.mark.parametrize("vocab", [296, 70_000])
 def test_sample_where_many_logits_are_equal(any_gpu, vocab):
-    """More equal logits, and more runs with equal largest logits, than the kernel keeps: the best stays among them."""
-    logits, s = np.zeros((1, vocab), np.float32), replace(SAMPLINGS[1], seed=7)
-    equal = [sample_on(any_gpu, logits, [s], [segment(1, 10, 1)], 16).tokens.tolist() for _ in range(2)]
-    assert equal[0] == equal[1] and max(equal[0][0]) < 128  # the first ones, so that a seed gives the same text
-    for best in (0, vocab // 2, vocab - 1):
+    """More equal logits, and more runs with equal largest logits, than are kept: the lowest ids are."""
+    logits, s = np.zeros((1, vocab), np.float32), replace(SAMPLINGS[1], seed=7, min_p=0.0)
+    after = sample_on(any_gpu, logits, [s], [segment(1, 10, 1)], 8)
+    for i, token in enumerate(after.tokens[0]):
+        check_token(token, logits[0], s, 11 + i)
+    for largest in (0, vocab // 2, vocab - 1):
         logits[:] = 0
-        logits[0, best] = 60
-        assert (sample_on(any_gpu, logits, [s], [segment(1, 10, 1)], 16).tokens == best).all()
+        logits[0, largest] = 60
+        assert (sample_on(any_gpu, logits, [s], [segment(1, 10, 1)], 2).tokens == largest).all()
 
 
-def test_sample_of_each_segment(any_gpu):
-    """Two sequences with different parameters and logits."""
-    logits = (3 * random("segments").standard_normal((2, 9001))).astype(np.float32)
-    samplings = [replace(SAMPLINGS[3], seed=1), replace(SAMPLINGS[1], seed=2)]
-    after = sample_on(any_gpu, logits, samplings, TWO, 16)
-    for part, sampling, tokens, row in zip(TWO, samplings, after.tokens, logits, strict=True):
-        check_tokens(tokens, row, sampling, part.position + 1)
-    assert (after.other_slots == UNTOUCHED).all()
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+@pytest.mark.parametrize("top_k", [0, 40])
+def test_sample_of_what_is_not_a_number(any_gpu, bad, top_k):
+    logits, s = np.full((1, 3001), bad, np.float32), replace(SAMPLINGS[0], top_k=top_k, seed=1)
+    after = sample_on(any_gpu, logits, [s], [segment(0, 0, 1)])
+    assert after.tokens[0, 0] < 3001 and math.isnan(after.raw[0, 0])
+    logits[0, 2100] = -50.0
+    assert sample_on(any_gpu, logits, [s], [segment(0, 0, 1)]).tokens[0, 0] == 2100
 
 
 @pytest.mark.parametrize("penalty", [1.5, 0.5])
-def test_sample_penalises_recent_tokens(any_gpu, penalty):
-    """Top-k 1 of penalised logits: each token of the window once, whatever its sign; others not at all.
-
-    The other segment of the step has no penalty.
-    """
+def test_sample_changes_the_logits_of_its_row_only(any_gpu, penalty):
+    """Bias and penalties, each token once; the window moves on. The other segment of the step has none."""
     logits = (3 * random("penalty").standard_normal((2, 700))).astype(np.float32)
-    recent = np.array([*logits[1].argsort()[::-1][[0, 1, 1, 5, 0, 300, 699]], NO_TOKEN], np.uint32)
-    want = logits.astype(np.float64)
-    for t in set(recent.tolist()) - {NO_TOKEN}:
-        want[1, t] = want[1, t] / penalty if want[1, t] > 0 else want[1, t] * penalty
-    samplings = [Sampling(1.0, 1, 1.0, 0.0, seed=7), Sampling(1.0, 1, 1.0, 0.0, penalty, len(recent), seed=7)]
-    segments = [segment(0, 3, 1), segment(2, 0, 1)]
-    after = sample_on(any_gpu, logits, samplings, segments, recent=recent.tolist(), oldest=3)
+    text = logits[1].argsort()[::-1][[0, 1, 1, 5, 0, 300, 699]].tolist()
+    order = logits[1].argsort()[::-1]
+    s = Sampling(1.0, 1, 1.0, 0.0, penalty, 8, 7, 0.5, 0.25, {int(order[0]): -1.0, int(order[9]): 2.5})
+    segments = [segment(0, 3, 1), segment(2, 19, 1)]
+    after = sample_on(any_gpu, logits, [replace(SAMPLINGS[4], seed=7), s], segments, text=text)
+    want = np.stack([logits[0].astype(np.float64), changed(logits[1], s, text)])
     assert_close(after.logits, want, *COPIED)
     assert after.tokens.tolist() == [[want[0].argmax()], [want[1].argmax()]]
-    window = recent.copy()
-    window[3] = want[1].argmax()  # takes the place of the oldest
-    assert (after.recent == [recent, window]).all()
-    assert (after.other_slots == UNTOUCHED).all()
+    window = np.roll([NO_TOKEN, *text], 20)  # by position % 8; the oldest one is position 12
+    window[20 % 8] = want[1].argmax()
+    assert (after.changes[2, :8] == window).all()
+    assert after.untouched
+
+
+def test_mask_leaves_other_rows_alone(any_gpu):
+    logits = (3 * random("masks").standard_normal((2, 700))).astype(np.float32)
+    mask = random("mask").random(700) < 0.01
+    mask[logits[1].argmax()] = False
+    for greedy in (True, False):
+        samplings = [Sampling(0.0 if greedy else 1.0, seed=5, min_p=0)] * 2
+        kind = SampleKind(greedy, masked=True)
+        after = sample_on(any_gpu, logits, samplings, TWO, kind=kind, masks=[None, packed(mask)])
+        assert (after.logits[0] == logits[0]).all() and mask[after.tokens[1, 0]]
+        assert (after.logits[1] == np.where(mask, logits[1], LOWEST)).all()
+        if greedy:
+            assert after.tokens.ravel().tolist() == [logits[0].argmax(), np.where(mask, logits[1], -99).argmax()]
 
 
 # One filter each, then all of them
 FILTERS = {
-    "none": Sampling(1.0, 64, 1.0, 0.0),
+    "none": Sampling(1.0, 0, 1.0, 0.0),
     "temperature": Sampling(0.6, 64, 1.0, 0.0),
     "top-k": Sampling(1.0, 4, 1.0, 0.0),
     "top-p": Sampling(1.0, 64, 0.5, 0.0),
     "min-p": Sampling(1.0, 64, 1.0, 0.1),
     "penalty": Sampling(1.0, 64, 1.0, 0.0, 1.5, 16),
-    "all": Sampling(0.8, 40, 0.8, 0.1, 1.2, 64),
+    "presence": Sampling(1.0, 0, 1.0, 0.0, presence_penalty=1.5),
+    "frequency": Sampling(0.0, frequency_penalty=0.3, repeat_last_n=100),
+    "all": Sampling(0.8, 40, 0.8, 0.1, 1.2, 64, None, 0.2, 0.1, {3: 2.0, 7: -math.inf}),
 }
 
 
-@pytest.mark.parametrize("sampler", ["device", "host"])
 @pytest.mark.parametrize("name", FILTERS)
-def test_both_samplers_have_one_distribution(gpu, name, sampler):
-    """3000 tokens: how often each came against its share.
-
-    With a penalty, against the sum of its shares given what had come before each token.
-    """
-    s, count = replace(FILTERS[name], seed=5), 3000
+def test_sample_follows_its_own_tokens(gpu, name):
+    """More tokens than the ring holds: each as the host would sample it after those before it."""
+    s, count = replace(FILTERS[name], seed=5), RING + 36
     logits = (2 * random("shares").standard_normal(300)).astype(np.float32)
-    recent = logits.argsort()[::-1][: s.repeat_last_n].tolist() if s.repeat_penalty != 1.0 else []
-
-    def sample(s: Sampling, count: int) -> list[int]:
-        if sampler == "device":
-            after = sample_on(gpu, logits[None], [s], [segment(0, 0, 1)], count, recent)
-            return after.tokens[0].tolist()
-        sample_one = host_sampler(s, recent)
-        return [sample_one(logits) for _ in range(count)]
-
-    sampled = sample(s, count)
-    assert sampled[:50] == sample(s, 50) != sample(replace(s, seed=6), 50)
-    shares, text = np.zeros((count if recent else 1, 300)), recent + sampled
-    for i, row in enumerate(shares):
-        order, kept = candidates(penalise(logits.astype(np.float64), text[i : i + len(recent)], s), s)
-        row[order] = kept
-    shares = np.broadcast_to(shares, (count, 300))
-    found, mean, variance = np.bincount(sampled, minlength=300), shares.sum(0), (shares * (1 - shares)).sum(0)
-    assert not found[mean == 0].any()
-    rare = mean < 20  # counted together
-    off = np.append((found - mean)[~rare], (found - mean)[rare].sum())
-    variance = np.append(variance[~rare], max(variance[rare].sum(), 1.0))
-    # standard deviations: chance takes one of these 350 comparisons beyond 4.5 with one seed in 400
-    assert np.abs(off / np.sqrt(variance)).max() < 4.5
+    text = random("text").integers(0, 300, 70).tolist()
+    after = sample_on(gpu, logits[None], [s], [segment(0, len(text) - 1, 1)], count, text)
+    for i, token in enumerate(after.tokens[0].tolist()):
+        check_token(token, changed(logits, s, text), s, len(text))
+        assert after.raw[0, i] == logits[token]
+        text.append(token)
+    other = sample_on(gpu, logits[None], [replace(s, seed=6)], [segment(0, 69, 1)], count, text[:70])
+    assert (other.tokens != after.tokens).any() == (s.temperature > 0)
 
 
 @covers("log_prob")

@@ -301,34 +301,36 @@ def test_chunks_make_no_difference(gpu, tiny, precision):
 
 @PRECISIONS
 def test_sequences_of_one_step_do_not_see_each_other(gpu, tmp_path, precision):
-    """Three prompts of different lengths in one step, then decode of all three: as each alone."""
+    """Four prompts of different lengths in one step, then decode of three: as each alone. The last is not finished."""
     path = tiny_llama(tmp_path / "m.gguf", ggml_type="Q4_0", heads=2, kv_heads=1, head_dim=64, tied=False)
-    prompts = {2: token_ids(7, seed=1), 0: token_ids(20, seed=2), 1: token_ids(1, seed=3)}  # by slot
-    run = load_one(gpu, path, chunk=64, precision=precision, slots=3)
+    prompts = {2: token_ids(7, seed=1), 0: token_ids(20, seed=2), 1: token_ids(1, seed=3), 3: token_ids(4, seed=4)}
+    run = load_one(gpu, path, chunk=64, precision=precision, slots=4)
     model, recorder = run.model, run.engine.recorder
     bounds = INT8 if precision is Precision.FAST else F32
     for slot in prompts:
         reserve(run.engine, slot, 64)
 
-    def logits() -> np.ndarray:
-        return gpu.read(model.logits, np.float32, 3 * 288).reshape(3, 288)
+    def logits(segments: int) -> np.ndarray:
+        return gpu.read(model.logits, np.float32, segments * 288).reshape(segments, 288)
 
     references = [reference_of(run, path) for _ in prompts]
     want = [reference.forward(ids)[-1] for reference, ids in zip(references, prompts.values(), strict=True)]
     model.write_step([Segment(slot, 0, ids) for slot, ids in prompts.items()])
-    recorder.submit([Step(model.plan(28, 0, segments=3), 28, 0)])
-    assert_close(logits(), np.array(want), *bounds)
-    sample, sampled = model.sample_plan(True, segments=3), [[int(row.argmax())] for row in logits()]
-    model.write_step([Segment(slot, len(ids) - 1, ids[-1:]) for slot, ids in prompts.items()])  # sampling starts here
+    recorder.submit([Step(model.plan(32, 0, segments=4), 32, 0)])
+    assert_close(logits(4), np.array(want), *bounds)
+    prompts.pop(3)
+    references.pop()
+    sample, sampled = model.sample_plan(True, segments=4, sampled=3), [[int(row.argmax())] for row in logits(3)]
     for _ in range(3):
         recorder.submit([Step(sample), Step(model.plan(3, 20, not model.embeds_next, segments=3), 3, 20)])
         rows = zip(references, sampled, strict=True)
-        assert_close(logits(), np.array([model.forward(ids[-1:])[-1] for model, ids in rows]), *bounds)
-        for ids, row in zip(sampled, logits(), strict=True):
+        assert_close(logits(3), np.array([model.forward(ids[-1:])[-1] for model, ids in rows]), *bounds)
+        for ids, row in zip(sampled, logits(3), strict=True):
             ids.append(int(row.argmax()))
-    ring = gpu.read(model.sampler.ring, np.uint32, 3 * model.sampler.ring_words).reshape(3, -1)
-    found = [[ring[slot, len(ids) - 1 + i] for i in range(3)] for slot, ids in prompts.items()]
-    assert found == [ids[:3] for ids in sampled]
+        sample = model.sample_plan(True, segments=3)
+    words, token = gpu.read(model.sampler.ring, np.uint32, model.sampler.first_change), model.sampler.token
+    for (slot, prompt), ids in zip(prompts.items(), sampled, strict=True):
+        assert [token(words, slot, len(prompt) + i)[0] for i in range(3)] == ids[:3]
 
 
 def test_progress_counts_every_chunk(run):

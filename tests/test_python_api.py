@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -149,7 +150,11 @@ def test_encode_and_decode(llama):
 # Log probabilities
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=2, seed=5)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [GREEDY, Sampling(temperature=2, seed=5), Sampling(1.0, 0, seed=6, presence_penalty=1.0, logit_bias={70: 4.0})],
+    ids=["greedy", "sampled", "changed"],
+)
 def test_log_probabilities(llama, path, sampling):
     """Those of the model's distribution, whatever the sampling does with it."""
     answer = llama.complete(PROMPT, max_tokens=6, sampling=sampling, logprobs=3)
@@ -168,11 +173,23 @@ def test_log_probabilities(llama, path, sampling):
     assert everything[0].text == llama.tokenizer.token_bytes(everything[0].id).decode("utf-8", "replace")
 
 
-def test_log_probabilities_change_no_token(llama):
-    options = dict(max_tokens=10, sampling=GREEDY)
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3)], ids=["greedy", "sampled"])
+def test_log_probabilities_change_no_token(llama, sampling):
+    options = dict(max_tokens=10, sampling=sampling)
     tokens = list(llama.generate(PROMPT, logprobs=0, **options))
     assert tuple(token.id for token in tokens) == llama.complete(PROMPT, **options).ids
     assert all(token.logprob.id == token.id and token.logprob.top == () for token in tokens)
+
+
+def test_logit_bias(llama):
+    """A ban is certain, a large bias nearly so, wherever tokens are sampled."""
+    plain = llama.complete(PROMPT, max_tokens=8, sampling=GREEDY).ids
+    banned = Sampling(temperature=0, logit_bias={id: False for id in plain})
+    assert not set(llama.complete(PROMPT, max_tokens=8, sampling=banned).ids) & set(plain)
+    on_host = Sampling(2.0, seed=1, logit_bias={65: 100.0}, presence_penalty=0.1, repeat_last_n=2000)
+    assert not llama.loaded.engine.samples_on_device(on_host)
+    for sampling in (on_host, replace(on_host, repeat_last_n=64), replace(on_host, repeat_last_n=0, top_k=270)):
+        assert set(llama.complete(PROMPT, max_tokens=5, sampling=sampling).ids) == {65}
 
 
 # Embeddings
@@ -255,6 +272,9 @@ NAN, INF = float("nan"), float("inf")
         ("repeat_penalty", [0, -1, NAN, INF]),
         ("repeat_last_n", [-1, 0.5]),
         ("seed", [-1, 1.5, "x"]),
+        ("presence_penalty", [NAN, INF, -101, "1", None]),
+        ("frequency_penalty", [NAN, -INF, 101, True]),
+        ("logit_bias", [None, [1], {-1: 1}, {"a": 1}, {1: 101}, {1: NAN}, {1: INF}, {1: True}, {1: "1"}, {1.5: 1}]),
     ],
 )
 def test_sampling_refuses(name, values):
@@ -267,6 +287,15 @@ def test_sampling_refuses(name, values):
 def test_sampling_takes_the_ends_of_the_ranges():
     Sampling(0, 0, 0, 0, 0.001, 0, 0)
     Sampling(1e9, np.int64(5), np.float32(1), 1.0, 9.5, 10**6, 2**70)
+    given = {3: 100, np.int64(4): -100.0, 0: -INF, 9: False}
+    sampling = Sampling(presence_penalty=-100, frequency_penalty=100, logit_bias=given)
+    given[7] = 1
+    assert sampling.logit_bias == {3: 100, 4: -100, 0: -INF, 9: -INF}
+    assert hash(sampling) == hash(replace(sampling))
+    assert len(Sampling(logit_bias={i: 1 for i in range(300)}).logit_bias) == 300
+    with pytest.raises(BadArgument) as caught:
+        Sampling(logit_bias={i: 1 for i in range(301)})
+    assert "300" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -288,6 +317,7 @@ def test_sampling_takes_the_ends_of_the_ranges():
         (dict(prompt=np.zeros((30, 30))), r"prompt is array.*\.\.\."),
         (dict(prompt=[]), "the prompt is empty"),
         (dict(prompt=[288]), "outside 0..287"),
+        (dict(sampling=Sampling(logit_bias={288: 1})), "logit_bias has token id 288; the model's are 0..287"),
     ],
 )
 def test_complete_refuses(llama, arguments, cause):

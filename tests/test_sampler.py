@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from llamagpu.engine.sampler import Sampling, candidates, host_sampler, penalise, sample
+from llamagpu.engine.grammar import allowed_tokens
+from llamagpu.engine.sampler import (
+    SORTED,
+    Sampling,
+    add_bias,
+    candidates,
+    host_sampler,
+    penalise,
+    random_number,
+    sample,
+)
 from llamagpu.errors import NumericCheckFailed
 
 NO_FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # the model's own distribution
@@ -55,7 +65,9 @@ def test_candidates(setting, seed):
     sampling, logits = Sampling(**NO_FILTERS | setting), random_logits(seed)
     want = expected(logits, sampling)
     order, shares = candidates(logits, sampling)
-    assert order.tolist() == list(want)  # likeliest first
+    if len(want) >= SORTED and not 0 < sampling.top_k <= SORTED:
+        want = dict(sorted(want.items()))
+    assert order.tolist() == list(want)  # likeliest first, or by id where there are many
     np.testing.assert_allclose(shares, list(want.values()), rtol=1e-9)
 
 
@@ -67,8 +79,9 @@ def test_equal_logits_go_by_id():
 @pytest.mark.parametrize("setting", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 0.5}], ids=str)
 def test_sampled_shares(setting):
     sampling, logits = Sampling(**NO_FILTERS | setting), random_logits(1, 12)
-    random, count = np.random.default_rng(3), 20_000
-    sampled = np.bincount([sample(logits, sampling, random) for _ in range(count)], minlength=12) / count
+    count = 5000
+    numbers = (random_number(3, position) for position in range(count))
+    sampled = np.bincount([sample(logits, sampling, number) for number in numbers], minlength=12) / count
     want = np.zeros(12)
     for i, share in expected(logits, sampling).items():
         want[i] = share
@@ -90,6 +103,33 @@ def test_penalty(penalty):
     got = penalise(logits.copy(), recent, Sampling(repeat_penalty=penalty))
     want = [2 / penalty, -2 * penalty, 1.0, -1.0, 0.5 / penalty]  # each token once, however often it was said
     np.testing.assert_allclose(got, want)
+
+
+def test_presence_and_frequency():
+    logits, recent = np.array([2.0, -2.0, 1.0, -1.0]), [0, 1, 1, 1]
+    got = penalise(logits.copy(), recent, Sampling(presence_penalty=0.5, frequency_penalty=0.25))
+    np.testing.assert_allclose(got, [2 - 0.75, -2 - 1.25, 1, -1])
+    # after the repetition penalty, as in llama.cpp
+    got = penalise(logits.copy(), recent, Sampling(repeat_penalty=2.0, presence_penalty=-1, frequency_penalty=0.5))
+    np.testing.assert_allclose(got, [1 + 1 - 0.5, -4 + 1 - 1.5, 1, -1])
+    assert (penalise(logits.copy(), recent, Sampling(presence_penalty=2, repeat_last_n=0)) == logits).all()
+
+
+def test_bias_comes_before_penalties():
+    sampling = Sampling(temperature=0, repeat_penalty=2.0, logit_bias={0: 4, 2: False, 3: -np.inf})
+    assert not sampling.greedy and sampling.logit_bias == {0: 4.0, 2: -np.inf, 3: -np.inf}
+    np.testing.assert_allclose(add_bias(np.array([-1.0, 1, 9, 9]), sampling), [3, 1, -np.inf, -np.inf])
+    assert host_sampler(sampling, [])(np.array([-1.0, 1, 9, 9])) == 0
+    assert host_sampler(sampling, [0, 0, 1])(np.array([-1.0, 2, 9, 9])) == 0  # 3 / 2 against 2 / 2
+
+
+def test_mask():
+    bits = np.array([0b1010, 1], np.int32)
+    assert np.flatnonzero(allowed_tokens(bits, 40)).tolist() == [1, 3, 32]
+    logits = random_logits(3, 40)
+    logits[:3], logits[3] = 50, 40
+    sample_next = host_sampler(Sampling(temperature=0), [])
+    assert sample_next(logits, bits) == 1 and sample_next(logits, np.array([8, 1], np.int32)) == 3
 
 
 def test_penalty_looks_back_as_far_as_it_is_told():

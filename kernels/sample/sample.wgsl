@@ -1,80 +1,74 @@
-// Samples the next token of each sequence from logits[segments, VOCAB]: repetition penalty, top-k, top-p, min-p,
-// temperature, in llama.cpp's order. Like greedy, it then writes the ring of results, the embedding and the next row.
-// The largest logit of every CANDIDATE_ROWS logits (a run) is a candidate. The k best tokens lie in the runs of the k
-// best candidates, so that two binary searches for a threshold find them without sorting the vocabulary.
-// One workgroup per segment. Needs 1 <= top_k <= MAX_TOP_K.
-// Parts: pages; f16, (scales,) weight_* and embed_next, or embed_next_none.
+// Samples the next token of each of the first segments from logits[segments, VOCAB]: logit bias, penalties, top-k, top-p,
+// min-p, temperature, in llama.cpp's order. Like greedy, it then writes the ring of results, the embedding and the next row.
+// A random number selects among the tokens that are left, the likeliest first. Where top-k lets more pass than MAX_TOP_K, and
+// top-p and min-p leave as many, it selects in the order of ids, which needs no sorting.
+// One workgroup per segment. Needs nothing.
+// Parts: pages; best_tokens; f16, (scales,) weight_* and embed_next, or embed_next_none.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
-struct Sampling { temperature: f32, top_p: f32, min_p: f32, penalty: f32, top_k: u32, seed: u32, last_n: u32, oldest: u32 }  // oldest + position: index of the oldest of the last_n tokens, modulo last_n
+struct Sampling { temperature: f32, top_p: f32, min_p: f32, penalty: f32, presence: f32, frequency: f32, top_k: u32, seed: u32, last_n: u32, biases: u32, masked: u32, logprobs: u32 }  // see engine/device_sampler.py
 const VOCAB: u32 = 1u;
 const CANDIDATE_ROWS: u32 = 64u;  // logits of a run
 const CANDIDATES: u32 = 1u;       // runs of a segment
 const RING: u32 = 1u;             // tokens that a ring holds
 const RING_WORDS: u32 = 1u;       // from one sequence's ring to the next
-const MAX_TOP_K: u32 = 64u;
-const MAX_KEPT: u32 = 128u;       // the k best tokens, and others with the same logit as the last of them
-const WORKGROUP: u32 = 256u;
-@group(0) @binding(1) var<storage, read_write> ring: array<u32>;              // [slots, RING_WORDS]: RING sampled tokens, by the position before theirs; then last_n recent tokens
+const CHANGES: u32 = 1u;          // first word of the changes in the ring's buffer: one binding more would be too many
+const MAX_TOP_K: u32 = 256u;
+const MAX_RECENT: u32 = 1024u;    // longest window of the penalties
+const MAX_BIASES: u32 = 300u;     // as many as OpenAI's API takes
+const MAX_CHANGED: u32 = MAX_BIASES + MAX_RECENT;
+const CHANGE_WORDS: u32 = MAX_RECENT + 2u * MAX_BIASES + MAX_CHANGED;
+const WORKGROUP: u32 = 256u;       // at most MAX_TOP_K
+const CHUNK: u32 = (VOCAB + WORKGROUP - 1u) / WORKGROUP;  // tokens of an invocation, in the order of ids
+const LOWEST: f32 = -3.4e38;      // of a token that must not come
+@group(0) @binding(1) var<storage, read_write> ring: array<u32>;   // [slots, RING_WORDS]: RING sampled tokens by position, then the bits of their logits; from CHANGES on [slots, CHANGE_WORDS]: recent tokens by position % last_n, (token, bias), logits before the changes
 @group(0) @binding(2) var<storage, read_write> step: Step;
-@group(0) @binding(4) var<storage, read_write> logits: array<f32>;            // [segments, VOCAB]
-@group(0) @binding(5) var<storage, read_write> candidates: array<vec2<u32>>;  // [segments, CANDIDATES] (bits of the f32 logit, index)
-@group(0) @binding(8) var<uniform> sampling: array<Sampling, 64>;             // by sequence slot
-var<workgroup> count: atomic<u32>;
-var<workgroup> runs: array<u32, MAX_TOP_K>;
-var<workgroup> found: array<vec2<u32>, MAX_KEPT>;  // (key, token), unordered
-var<workgroup> sorted: array<vec2<u32>, MAX_KEPT>;
+@group(0) @binding(8) var<uniform> sampling: array<Sampling, 64>;  // by sequence slot
+var<workgroup> weights: array<vec2<f32>, MAX_TOP_K>;  // of sorted tokens: at temperature 1, at the row's
+var<workgroup> own_segment: vec4<u32>;  // first row, rows, slot, first position. Barriers depend on it
+var<workgroup> n_kept: u32;
 var<workgroup> sampled: u32;
-var<workgroup> last_row: Row;  // of the segment. The workgroup loads it and `sum` together: barriers depend on them
-var<workgroup> sum: u32;
-var<private> row: Row;         // the segment's last row
-var<private> logit0: u32;      // its first logit
-var<private> candidate0: u32;  // its first candidate
-var<private> recent0: u32;     // its first recent token
-fn key(v: f32) -> u32 {  // unsigned order = float order; NaN counts as the smallest
-  let u = bitcast<u32>(v);
-  if (v != v) { return 0u; }
-  return select(u | 0x80000000u, ~u, (u >> 31u) == 1u);
-}
-fn value(k: u32) -> f32 { return bitcast<f32>(select(~k, k & 0x7FFFFFFFu, (k >> 31u) == 1u)); }
-fn logit_key(token: u32) -> u32 { return key(logits[logit0 + token]); }
-fn candidate_key(i: u32) -> u32 { return key(bitcast<f32>(candidates[candidate0 + i].x)); }
-fn total(own: u32, index: u32) -> u32 {  // sum over the workgroup, for all invocations; count is 0 before and after it
-  if (own > 0u) { atomicAdd(&count, own); }
-  workgroupBarrier();
-  if (index == 0u) { sum = atomicExchange(&count, 0u); }
-  return workgroupUniformLoad(&sum);
-}
-fn total_so_far() -> u32 {  // of what the workgroup has counted, for all invocations
-  workgroupBarrier();
-  let so_far = atomicLoad(&count);
-  workgroupBarrier();
-  return so_far;
-}
+var<workgroup> sampled_logit: u32;      // its bits, before the changes
 fn best_of_run(run: u32) -> vec2<u32> {
   var top = vec2<u32>(0u, run * CANDIDATE_ROWS);
   for (var i = run * CANDIDATE_ROWS; i < min((run + 1u) * CANDIDATE_ROWS, VOCAB); i++) { let k = logit_key(i); if (k > top.x) { top = vec2<u32>(k, i); } }
   return vec2<u32>(bitcast<u32>(value(top.x)), top.y);
 }
-fn penalise(index: u32) {
-  let s = sampling[row.slot];
-  for (var i = index; i < s.last_n; i += WORKGROUP) {
-    let t = ring[recent0 + i];
-    var first = t < VOCAB;  // a token is penalised once, however often it occurred
-    for (var j = 0u; j < i; j++) { first = first && ring[recent0 + j] != t; }
-    if (first) { let v = logits[logit0 + t]; logits[logit0 + t] = select(v * s.penalty, v / s.penalty, v > 0.0); }
+fn changed(s: Sampling, first: u32, i: u32) -> u32 {  // the i-th token: of the biases, then recent ones
+  return ring[first + select(i - s.biases, MAX_RECENT + 2u * i, i < s.biases)];
+}
+fn change(s: Sampling, first: u32, index: u32) {  // bias and penalties
+  let n = s.biases + s.last_n;
+  for (var i = index; i < n; i += WORKGROUP) {
+    let t = changed(s, first, i);
+    if (t < VOCAB) { ring[first + MAX_RECENT + 2u * MAX_BIASES + i] = bitcast<u32>(logits[logit0 + t]); }
   }
   storageBarrier();
   workgroupBarrier();
-  for (var i = index; i < s.last_n; i += WORKGROUP) {
-    let t = ring[recent0 + i];
+  for (var i = index; i < n; i += WORKGROUP) {
+    let t = changed(s, first, i);
+    var is_first = t < VOCAB;  // a token is changed once, however often it is here
+    for (var j = 0u; j < i && is_first; j++) { is_first = changed(s, first, j) != t; }
+    if (is_first) {
+      var v = logits[logit0 + t];
+      if (i < s.biases) { v = max(v + bitcast<f32>(ring[first + MAX_RECENT + 2u * i + 1u]), LOWEST); }
+      var times = 0u;
+      for (var j = s.biases; j < n; j++) { times += select(0u, 1u, changed(s, first, j) == t); }
+      if (times > 0u && v > LOWEST) { v = select(v * s.penalty, v / s.penalty, v > 0.0) - f32(times) * s.frequency - s.presence; }
+      logits[logit0 + t] = v;
+    }
+  }
+  storageBarrier();
+  workgroupBarrier();
+  for (var i = index; i < n; i += WORKGROUP) {
+    let t = changed(s, first, i);
     if (t < VOCAB) { candidates[candidate0 + t / CANDIDATE_ROWS] = best_of_run(t / CANDIDATE_ROWS); }
   }
   storageBarrier();
   workgroupBarrier();
 }
-fn random() -> f32 {  // of (seed, position): the same seed gives the same text, however steps are submitted
-  var h = sampling[row.slot].seed ^ ((row.position + 1u) * 2654435761u);
+fn random(seed: u32, position: u32) -> f32 {  // the same seed gives the same text, however steps are submitted
+  var h = seed ^ (position * 2654435761u);
   h = h * 747796405u + 2891336453u;
   h = ((h >> ((h >> 28u) + 4u)) ^ h) * 277803737u;
   h = (h >> 22u) ^ h;
@@ -82,111 +76,158 @@ fn random() -> f32 {  // of (seed, position): the same seed gives the same text,
   h = ((h >> ((h >> 28u) + 4u)) ^ h) * 277803737u;
   return f32(((h >> 22u) ^ h) >> 8u) / 16777216.0;
 }
-fn sample_sorted(n: u32) -> u32 {  // from sorted[0..n), likeliest first
-  let s = sampling[row.slot];
-  let top = value(sorted[0].x);
-  var weight_sum = 0.0;
-  for (var i = 0u; i < n; i++) { weight_sum += exp(value(sorted[i].x) - top); }
-  var n_kept = 0u;
+fn likely(s: Sampling, n: u32, weight_sum: f32) -> u32 {  // how many of sorted[0..n) top-p and min-p keep
+  var kept = 0u;
   var cumulative = 0.0;  // probability of the tokens kept so far
-  while (n_kept < n) {
-    let probability = exp(value(sorted[n_kept].x) - top) / weight_sum;
-    if (n_kept > 0u && (cumulative >= s.top_p || probability < s.min_p / weight_sum)) { break; }
-    cumulative += probability;
-    n_kept += 1u;
+  while (kept < n) {
+    let w = weights[kept].x;
+    if (kept > 0u && ((s.top_p < 1.0 && cumulative >= s.top_p) || w < s.min_p)) { break; }
+    cumulative += w / weight_sum;
+    kept += 1u;
   }
-  weight_sum = 0.0;
-  for (var i = 0u; i < n_kept; i++) { weight_sum += exp((value(sorted[i].x) - top) / s.temperature); }
-  var remaining = random() * weight_sum;
-  for (var i = 0u; i < n_kept; i++) {
-    remaining -= exp((value(sorted[i].x) - top) / s.temperature);
-    if (remaining < 0.0) { return sorted[i].y; }
-  }
-  return sorted[n_kept - 1u].y;
+  return kept;
 }
-@compute @workgroup_size(WORKGROUP)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) index: u32) {
-  let segment = workgroup.x;
-  let first_row = step.segment[segment].x;
-  if (index == 0u) {
-    last_row = step.row[first_row + step.segment[segment].y - 1u];
-    atomicStore(&count, 0u);
+fn sample_sorted(n: u32, number: f32) -> u32 {  // from sorted[0..n)
+  var weight_sum = 0.0;
+  for (var i = 0u; i < n; i++) { weight_sum += weights[i].y; }
+  var remaining = number * weight_sum;
+  var last = 0u;
+  for (var i = 0u; i < n; i++) {
+    let w = weights[i].y;
+    remaining -= w;
+    if (remaining < 0.0) { return sorted[i].y; }
+    if (w > 0.0) { last = i; }
   }
-  let own_row = workgroupUniformLoad(&last_row);
-  row = own_row;
-  logit0 = segment * VOCAB;
-  candidate0 = segment * CANDIDATES;
-  recent0 = row.slot * RING_WORDS + RING;
-  let s = sampling[own_row.slot];
-  if (s.penalty != 1.0) { penalise(index); }
-  let k = min(s.top_k, VOCAB);
-  // the key of the k-th best run, bit by bit; then the runs that are not below it
-  var run_threshold = 0u;
-  for (var bit = 0x80000000u; bit > 0u && k < CANDIDATES; bit >>= 1u) {
-    var own = 0u;
-    for (var i = index; i < CANDIDATES; i += WORKGROUP) { if (candidate_key(i) >= (run_threshold | bit)) { own += 1u; } }
-    if (total(own, index) >= k) { run_threshold |= bit; }
-  }
-  for (var i = index; i < CANDIDATES; i += WORKGROUP) {
-    if (candidate_key(i) > run_threshold) { runs[min(atomicAdd(&count, 1u), MAX_TOP_K - 1u)] = i; }
-  }
-  let better_runs = total_so_far();  // fewer than k, unless all are taken; equal ones fill the rest
-  for (var i = index; i < CANDIDATES; i += WORKGROUP) {
-    if (candidate_key(i) == run_threshold) { let entry = atomicAdd(&count, 1u); if (entry < MAX_TOP_K) { runs[entry] = i; } }
-  }
-  if (total_so_far() > MAX_TOP_K && index == 0u) {  // the first of them, so that a seed always gives the same text
-    var entry = better_runs;
-    for (var i = 0u; entry < MAX_TOP_K; i++) { if (candidate_key(i) == run_threshold) { runs[entry] = i; entry += 1u; } }
-  }
-  let in_runs = min(total(0u, index), MAX_TOP_K) * CANDIDATE_ROWS;
-  // the key of the k-th best token of these runs; then the tokens that are not below it
-  var token_threshold = 0u;
+  return sorted[last].y;
+}
+fn kept_weight(s: Sampling, k: u32, top: f32, threshold: u32, is_kept_equal: bool) -> f32 {
+  let kept = (k > threshold || (k == threshold && is_kept_equal)) && exp_weight(k, top, 1.0) >= s.min_p;
+  return select(0.0, exp_weight(k, top, s.temperature), kept);
+}
+fn least_of_best(k: u32, index: u32) -> vec2<u32> {  // the smallest key of the k best tokens, and how many of them have it
+  if (k == VOCAB) { return vec2<u32>(0u, VOCAB); }
+  var threshold = 0u;
   for (var bit = 0x80000000u; bit > 0u; bit >>= 1u) {
     var own = 0u;
-    for (var i = index; i < in_runs; i += WORKGROUP) {
-      let t = runs[i / CANDIDATE_ROWS] * CANDIDATE_ROWS + i % CANDIDATE_ROWS;
-      if (t < VOCAB && logit_key(min(t, VOCAB - 1u)) >= (token_threshold | bit)) { own += 1u; }
-    }
-    if (total(own, index) >= k) { token_threshold |= bit; }
+    for (var t = index; t < VOCAB; t += WORKGROUP) { own += select(0u, 1u, logit_key(t) >= (threshold | bit)); }
+    if (total(own, index) >= k) { threshold |= bit; }
   }
-  for (var i = index; i < in_runs; i += WORKGROUP) {
-    let t = runs[i / CANDIDATE_ROWS] * CANDIDATE_ROWS + i % CANDIDATE_ROWS;
-    let key_t = logit_key(min(t, VOCAB - 1u));
-    if (t < VOCAB && key_t > token_threshold) { found[min(atomicAdd(&count, 1u), MAX_KEPT - 1u)] = vec2<u32>(key_t, t); }
-  }
-  let better = total_so_far();  // fewer than k; equal ones fill the rest
-  for (var i = index; i < in_runs; i += WORKGROUP) {
-    let t = runs[i / CANDIDATE_ROWS] * CANDIDATE_ROWS + i % CANDIDATE_ROWS;
-    if (t < VOCAB && logit_key(min(t, VOCAB - 1u)) == token_threshold) {
-      let entry = atomicAdd(&count, 1u);
-      if (entry < MAX_KEPT) { found[entry] = vec2<u32>(token_threshold, t); }
+  var better = 0u;
+  for (var t = index; t < VOCAB; t += WORKGROUP) { better += select(0u, 1u, logit_key(t) > threshold); }
+  return vec2<u32>(threshold, k - total(better, index));
+}
+fn sample_by_id(s: Sampling, top: f32, least: vec2<u32>, weight_sum: f32, number: f32, index: u32) {  // from all tokens that the filters keep
+  var threshold = least.x;  // the smallest key that is kept, and how many equal ones of the lowest ids
+  var equals_kept = least.y;
+  if (s.top_p < 1.0) {
+    threshold = 0u;
+    if (index == 0u) { sum = sorted[MAX_TOP_K - 1u].x; }
+    let highest = workgroupUniformLoad(&sum);  // the sorted tokens do not reach top-p
+    var above = 0.0;
+    for (var i = 0u; i <= 32u; i++) {
+      let bit = select(0u, 0x80000000u >> (i & 31u), i < 32u);  // last, the weight above the threshold
+      if (i < 32u && (threshold | bit) > highest) { continue; }
+      if (i < 32u && (threshold | bit) <= least.x) { threshold |= bit; continue; }
+      above = total_weight(top, select(threshold + 1u, threshold | bit, i < 32u), index);
+      if (above >= s.top_p * weight_sum) { threshold |= bit; }
     }
+    let wanted = ceil((s.top_p * weight_sum - above) / exp_weight(threshold, top, 1.0));
+    equals_kept = u32(clamp(wanted, 1.0, f32(select(VOCAB, least.y, threshold == least.x))));
   }
-  if (total_so_far() > MAX_KEPT && index == 0u) {
-    var entry = better;
-    for (var t = 0u; entry < MAX_KEPT && t < VOCAB; t++) {
-      if (logit_key(t) == token_threshold) { found[entry] = vec2<u32>(token_threshold, t); entry += 1u; }
-    }
+  let first = index * CHUNK;
+  let end = min(first + CHUNK, VOCAB);
+  var equals_before = 0u;
+  if (threshold > 0u) {
+    var own_equals = 0u;
+    for (var t = first; t < end; t++) { own_equals += select(0u, 1u, logit_key(t) == threshold); }
+    runs[index] = own_equals;
+    workgroupBarrier();
+    for (var i = 0u; i < index; i++) { equals_before += runs[i]; }
+  }
+  var equals = equals_before;
+  var own = 0.0;
+  for (var t = first; t < end; t++) {
+    let k = logit_key(t);
+    own += kept_weight(s, k, top, threshold, equals < equals_kept);
+    equals += select(0u, 1u, k == threshold);
+  }
+  var remaining = number * total_f32(own, index);
+  var chosen = 0u;
+  for (var i = 0u; i < WORKGROUP; i++) {  // the invocation in whose tokens the number lies; every one finds the same
+    if (partials[i] > 0.0) { chosen = i; if (remaining < partials[i]) { break; } remaining -= partials[i]; }
+  }
+  equals = equals_before;
+  for (var t = first; index == chosen && t < end; t++) {
+    let k = logit_key(t);
+    let w = kept_weight(s, k, top, threshold, equals < equals_kept);
+    equals += select(0u, 1u, k == threshold);
+    if (w > 0.0) { sampled = t; remaining -= w; }
+    if (remaining < 0.0) { break; }
+  }
+}
+@compute @workgroup_size(WORKGROUP)
+fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>, @builtin(local_invocation_index) index: u32) {
+  let segment = workgroup.x;
+  if (index == 0u) { own_segment = step.segment[segment]; sampled = 0u; }
+  let own = workgroupUniformLoad(&own_segment);
+  let slot = own.z;
+  let position = own.w + own.y;  // of the new token
+  let s = sampling[slot];
+  let changes = CHANGES + slot * CHANGE_WORDS;
+  let n_changed = s.biases + s.last_n;
+  let number = random(s.seed, position);
+  begin_segment(segment, index);
+  if (n_changed > 0u) { change(s, changes, index); }
+  let passed = min(select(s.top_k, VOCAB, s.top_k == 0u), VOCAB);  // by top-k
+  let k = min(passed, MAX_TOP_K);
+  let by_id = passed > MAX_TOP_K && s.top_p >= 1.0 && s.min_p == 0.0;
+  if (by_id) {
+    var own_top = 0u;
+    for (var i = index; i < CANDIDATES; i += WORKGROUP) { own_top = max(own_top, candidate_key(i)); }
+    let top_key = largest(own_top, index);
+    if (index == 0u) { sorted[0] = vec2<u32>(top_key, 0u); }
+    workgroupBarrier();
+  } else {
+    best_tokens(k, index);
+  }
+  let top = value(sorted[0].x);
+  for (var i = index; i < k && !by_id; i += WORKGROUP) {
+    weights[i] = vec2<f32>(exp_weight(sorted[i].x, top, 1.0), exp_weight(sorted[i].x, top, s.temperature));
   }
   workgroupBarrier();
-  let n = min(atomicLoad(&count), MAX_KEPT);
-  for (var i = index; i < n; i += WORKGROUP) {  // sort by rank
-    var rank = 0u;
-    for (var j = 0u; j < n; j++) {
-      let precedes = found[j].x > found[i].x || (found[j].x == found[i].x && found[j].y < found[i].y);
-      rank += select(0u, 1u, precedes);
-    }
-    sorted[rank] = found[i];
+  var least = vec2<u32>(0u);
+  var all_weights = 0.0;  // of the tokens that top-k lets pass
+  if (passed > MAX_TOP_K) { least = least_of_best(passed, index); }
+  if (passed > MAX_TOP_K && s.top_p < 1.0) {
+    all_weights = total_weight(top, least.x + 1u, index) + f32(least.y) * exp_weight(least.x, top, 1.0);
+  }
+  if (index == 0u) {
+    var weight_sum = all_weights;
+    for (var i = 0u; i < k && passed <= MAX_TOP_K; i++) { weight_sum += weights[i].x; }
+    n_kept = MAX_TOP_K;
+    if (!by_id) { n_kept = likely(s, k, weight_sum); }
+  }
+  let kept = workgroupUniformLoad(&n_kept);
+  if (passed > MAX_TOP_K && kept == MAX_TOP_K) {
+    sample_by_id(s, top, least, all_weights, number, index);
+  } else if (index == 0u) {
+    sampled = sample_sorted(kept, number);
   }
   workgroupBarrier();
-  if (index == 0u) { sampled = sample_sorted(min(n, k)); }
+  let token = min(sampled, VOCAB - 1u);
+  let valid = sorted[0].x > key(LOWEST) && sorted[0].x < 0xFF800000u;  // else every logit is NaN or not allowed, or one is infinite
+  if (index == 0u) { sampled_logit = select(0x7FC00000u, bitcast<u32>(logits[logit0 + token]), valid); }
   workgroupBarrier();
-  let token = sampled;
+  for (var i = index; i < n_changed; i += WORKGROUP) {  // equal tokens had the same logit
+    if (changed(s, changes, i) == token && valid) { sampled_logit = ring[changes + MAX_RECENT + 2u * MAX_BIASES + i]; }
+  }
   embed_next(token, segment, index);
+  workgroupBarrier();
   if (index > 0u) { return; }
-  ring[row.slot * RING_WORDS + row.position % RING] = token;
-  if (s.last_n > 0u) { ring[recent0 + (s.oldest + row.position) % s.last_n] = token; }
-  step.row[first_row] = Row(row.slot, row.position + 1u, token, cell_of(row.slot, row.position + 1u));
-  step.segment[segment] = vec4<u32>(first_row, 1u, row.slot, row.position + 1u);
-  if (segment == 0u) { step.rows = step.segments; }
+  ring[slot * RING_WORDS + position % RING] = token;
+  ring[slot * RING_WORDS + RING + position % RING] = sampled_logit;
+  if (s.last_n > 0u) { ring[changes + position % s.last_n] = token; }
+  step.row[segment] = Row(slot, position, token, cell_of(slot, position));
+  step.segment[segment] = vec4<u32>(segment, 1u, slot, position);
+  if (segment == 0u) { step.rows = workgroups.x; step.segments = workgroups.x; }
 }

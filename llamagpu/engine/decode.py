@@ -6,7 +6,6 @@ from collections.abc import Generator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from llamagpu.engine.device_sampler import RING
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import Segment
 from llamagpu.errors import DeviceLost
@@ -29,29 +28,29 @@ def decode(engine: "Engine", sequence: Sequence, greedy: bool, most: int | None 
     tokens that it has not read are dropped: the sequence holds the yielded tokens except the last one.
     """
     model, recorder = engine.model, engine.recorder
-    sample = model.sample_plan(greedy)
+    sampler, sample, results = model.sampler, model.sample_plan(greedy), model.sampler.results()
     engine.reserve_ahead(sequence, len(sequence))
     # the first token is sampled from the present logits, those of the last row
     model.write_step([Segment(sequence.slot, len(sequence) - 1, sequence.ids[-1:])])
     pending: deque[tuple[Pending, int]] = deque()
-    pending.append((recorder.submit([Step(sample)], model.sampler.ring), 1))
+    pending.append((recorder.submit([Step(sample)], *results), 1))
     ahead = len(sequence)  # positions that are filled or being filled
     end = engine.settings.context if most is None else min(engine.settings.context, ahead + most - 1)
-    begun = ahead - 1  # the first token is in the ring where this position is
+    begun = ahead  # the position of the first token
     sampled, size, step_s, last = 0, engine.tokens_per_submit, 0.0, time.perf_counter()
     try:
         while True:
             while len(pending) < SUBMISSIONS_IN_FLIGHT and (count := min(size, end - ahead)):
                 engine.reserve_ahead(sequence, ahead + count)
                 steps = decode_steps(engine, ahead, count, sample)
-                pending.append((recorder.submit(steps, model.sampler.ring, ahead=True), count))
+                pending.append((recorder.submit(steps, *results, ahead=True), count))
                 ahead += count
             if not pending:
                 sequence.truncate(ahead)  # the last token was sampled, but no step has processed it
                 return True
             result, count = pending.popleft()
-            ring = result.wait()
-            if ring[model.sampler.timed_out_word] or engine.subgroups_differ():
+            words = result.wait()
+            if words[sampler.timed_out_word] or engine.subgroups_differ():
                 return False
             sequence.checked = len(sequence)
             now = time.perf_counter()
@@ -62,7 +61,7 @@ def decode(engine: "Engine", sequence: Sequence, greedy: bool, most: int | None 
                 engine.tokens_per_submit = size
             last = now
             for i in range(sampled, sampled + count):
-                token = int(ring[sequence.slot * model.sampler.ring_words + (begun + i) % RING])
+                token, _ = sampler.token(words, sequence.slot, begun + i)
                 yield token
                 sequence.ids.append(token)
             sampled += count

@@ -1,92 +1,181 @@
-"""Sampling on the device: parameters for each sequence, and rings of sampled tokens that the host reads back."""
+"""Sampling on the device: parameters of each sequence, and rings of sampled tokens that the host reads back."""
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 import numpy as np
 import wgpu
+from numpy.typing import NDArray
 
 from llamagpu.engine.ops import Consts, HeadBuffers, Ops
-from llamagpu.engine.sampler import Sampling
+from llamagpu.engine.sampler import Sampling, Scores
 from llamagpu.engine.step_inputs import MAX_SEGMENTS
 from llamagpu.engine.weights import Matrix
-from llamagpu.gpu.buffers import Bindable, Buffer, BufferRange
+from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange
 from llamagpu.gpu.device import Dispatch, Gpu
+from llamagpu.gpu.shaders import constants
 
 RING = 64  # sampled tokens that the device keeps: more than all submissions in flight produce
-MAX_RECENT = 256  # longest window of the repetition penalty on the device
-RING_WORDS = RING + MAX_RECENT  # of one sequence: sampled tokens, then the recent ones
-SETTING_WORDS = 8  # struct Sampling
+RING_WORDS = 2 * RING  # of one sequence: sampled tokens, then the bits of their logits
+SETTING_WORDS = 12  # struct Sampling
 BARRIER_WORDS = 4  # arrivals, timed_out, spin_limit, unused
 NO_TOKEN = 0xFFFFFFFF
+LOWEST = np.float32(-3.4e38)  # the bias of a token that must not come
+MAX_BIASES, MAX_RECENT = (constants("sample")[name] for name in ("MAX_BIASES", "MAX_RECENT"))
+CHANGE_WORDS = MAX_RECENT + 2 * MAX_BIASES + MAX_BIASES + MAX_RECENT  # of one sequence
+MAX_LOGPROBS = constants("top_logprobs")["MAX_LOGPROBS"]
+SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # of one token: largest logit, log of the sum, (id, logit) of the best
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What the output head leaves for each segment: `count` candidates, each the largest of `rows` logits."""
+
+    vocab: int
+    count: int
+    rows: int
+
+    @property
+    def consts(self) -> Consts:
+        return {"VOCAB": self.vocab, "CANDIDATES": self.count, "CANDIDATE_ROWS": self.rows}
 
 
 class DeviceSampler:
-    """The buffers of the kernels `greedy` and `sample`, for `slots` sequences."""
+    """The buffers of the sampling kernels, for `slots` sequences. Positions say where a token goes in them."""
 
-    def __init__(self, gpu: Gpu, slots: int) -> None:
-        self.gpu, self.slots = gpu, slots
-        # [slots, RING_WORDS], then the grid barrier of fused decode, so that its state comes back with the tokens
-        self.ring: Buffer = gpu.zeros((slots * RING_WORDS + BARRIER_WORDS) * 4, "ring")
+    def __init__(self, gpu: Gpu, slots: int, vocab: int) -> None:
+        self.gpu, self.slots, self.vocab = gpu, slots, vocab
+        # [slots, RING_WORDS], then the grid barrier of fused decode, so that its state comes back with the tokens, then
+        # [slots, CHANGE_WORDS]: recent tokens by position % last_n, (token, bias), logits before the changes
+        self.first_change = slots * RING_WORDS + BARRIER_WORDS
+        self.ring: Buffer = gpu.zeros((self.first_change + slots * CHANGE_WORDS) * 4, "ring")
         self.settings: Buffer = gpu.zeros(MAX_SEGMENTS * SETTING_WORDS * 4, "sampling", wgpu.BufferUsage.UNIFORM)
+        self.mask_words = -(-vocab // 32)
+        self.masks: Buffer = gpu.zeros(slots * self.mask_words * 4, "masks")  # [slots, vocab / 32]: bit set = allowed
+        self.scores: Buffer = gpu.zeros(slots * RING * SCORE_WORDS * 4, "scores")  # [slots, RING, SCORE_WORDS]
         self.barrier = BufferRange(self.ring, slots * RING_WORDS * 4, BARRIER_WORDS * 4)
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        return [self.ring, self.settings, self.masks, self.scores]
+
+    def results(self, logprobs: bool = False) -> list[AnyBuffer]:
+        """What the host reads back: sampled tokens and the barrier, then log probabilities."""
+        tokens = BufferRange(self.ring, 0, 4 * self.first_change)
+        return [tokens, self.scores] if logprobs else [tokens]
 
     def clear_barrier(self) -> None:
         self.gpu.write(self.barrier, np.zeros(BARRIER_WORDS, np.uint32))
 
     @property
-    def ring_words(self) -> int:
-        """Words from one sequence's ring to the next."""
-        return RING_WORDS
-
-    @property
     def timed_out_word(self) -> int:
-        """Index of the word of `ring` that tells whether a grid barrier has timed out."""
+        """Index of the word of `results` that tells whether a grid barrier has timed out."""
         return self.slots * RING_WORDS + 1
 
-    def configure(self, slot: int, sampling: Sampling, prompt: Items[int], position: int) -> None:
-        """Set the parameters of a sequence that begins to decode after `prompt`, from the logits of `position`."""
-        s = sampling
-        seed = np.random.default_rng().integers(1 << 32) if s.seed is None else s.seed
-        last_n = s.repeat_last_n if s.repeat_penalty != 1.0 else 0
-        cold = s.temperature <= 0  # take the likeliest token after the penalty
-        floats = np.array([1.0 if cold else s.temperature, s.top_p, s.min_p, s.repeat_penalty], np.float32)
-        integers = np.array(
-            [1 if cold else s.top_k, int(seed) & 0xFFFFFFFF, last_n, -position % max(last_n, 1)], np.uint32
-        )
-        words = np.concatenate([floats.view(np.uint32), integers])
+    def token(self, words: NDArray[np.uint32], slot: int, position: int) -> tuple[int, float]:
+        """The token that was sampled for a position, and its logit; NaN if there was none to sample.
+
+        `words` are those of `results`.
+        """
+        at = slot * RING_WORDS + position % RING
+        return int(words[at]), floats(words[at + RING : at + RING + 1])[0]
+
+    def token_scores(self, words: NDArray[np.uint32], slot: int, position: int, count: int) -> Scores:
+        """The log probabilities of the `count` likeliest tokens and of the sampled one."""
+        at = self.first_change + (slot * RING + position % RING) * SCORE_WORDS
+        top, log_sum = floats(words[at : at + 2])
+        best = words[at + 2 : at + 2 + 2 * min(count, self.vocab)]
+        logits = [self.token(words, slot, position)[1], *floats(best[1::2])]
+        logprob, *others = (logit - top - log_sum for logit in logits)
+        return Scores(logprob, best[::2].tolist(), others)
+
+    def configure(
+        self,
+        slot: int,
+        sampling: Sampling,
+        text: Items[int],
+        position: int | None = None,
+        masked: bool = False,
+        logprobs: int | None = None,
+    ) -> None:
+        """Set the parameters of a sequence that begins to decode after `text`.
+
+        `position` is that of the next token, if it is not the length of the text. With `masked`, `write_mask` sets the
+        tokens that may come; `logprobs` is how many log probabilities `top_logprobs` writes. It has to have a seed.
+        """
+        s, position = sampling, len(text) if position is None else position
+        last_n = s.repeat_last_n if s.penalises else 0
+        cold = s.temperature <= 0  # take the likeliest token after bias and penalties
+        temperature = 1.0 if cold else max(s.temperature, 1e-30)  # smaller ones may be 0 on the device
+        values = [temperature, s.top_p, s.min_p, s.repeat_penalty, s.presence_penalty, s.frequency_penalty]
+        integers = [1 if cold else min(s.top_k, NO_TOKEN), s.seed_word, last_n, len(s.logit_bias), masked]
+        integers.append(0 if logprobs is None else logprobs + 1)
+        words = np.concatenate([np.array(values, np.float32).view(np.uint32), np.array(integers, np.uint32)])
         self.gpu.write(self.settings, words, offset=slot * SETTING_WORDS * 4)
         if last_n:
-            recent = [NO_TOKEN] * last_n + list(prompt)
-            self.gpu.write(self.ring, np.array(recent[-last_n:], np.uint32), offset=4 * (slot * RING_WORDS + RING))
+            recent = np.full(last_n, NO_TOKEN, np.uint32)
+            tail = np.array(text[-last_n:], np.uint32)
+            recent[np.arange(position - tail.size, position) % last_n] = tail
+            self.gpu.write(self.ring, recent, offset=4 * (self.first_change + slot * CHANGE_WORDS))
+        if s.logit_bias:
+            biases = np.zeros((len(s.logit_bias), 2), np.uint32)
+            biases[:, 0] = list(s.logit_bias)
+            added = np.array(list(s.logit_bias.values()), np.float32)
+            biases[:, 1] = np.maximum(added, LOWEST).view(np.uint32)
+            offset = 4 * (self.first_change + slot * CHANGE_WORDS + MAX_RECENT)
+            self.gpu.write(self.ring, biases, offset=offset)
 
-    def dispatch(
+    def write_mask(self, slot: int, mask: NDArray[np.int32]) -> None:
+        """The tokens that may come next: [vocab / 32] words, the lowest bit first, as llguidance writes them."""
+        self.gpu.write(self.masks, mask[: self.mask_words], offset=4 * slot * self.mask_words)
+
+    def dispatches(
         self,
         ops: Ops,
-        greedy: bool,
+        kind: "SampleKind",
         head: HeadBuffers,
-        vocab: int,
-        candidates: int,
-        candidate_rows: int,
+        found: Candidates,
         table: Matrix | None,
         x: Bindable | None,
-    ) -> Dispatch:
-        """Each of the `candidates` of a segment is the largest of `candidate_rows` logits.
+    ) -> list[Dispatch]:
+        """The next token of the first `head.segments` segments.
 
-        The kernel copies the embedding of the token from `table` to x, if it can read the table.
+        The last kernel copies the embedding of the token from `table` to x, if it can read the table.
         """
-        consts: Consts = {"CANDIDATES": candidates, "RING": RING, "RING_WORDS": RING_WORDS}
-        bindings: dict[str, Bindable] = {"candidates": head.candidates, "ring": self.ring}
-        if x is not None:
-            bindings["x"] = x
-        if greedy:
+        rings: Consts = {"RING": RING, "RING_WORDS": RING_WORDS}
+        both: dict[str, Bindable] = {"logits": head.logits, "candidates": head.candidates, "sampling": self.settings}
+        dispatches = []
+        if kind.logprobs:
+            dispatches.append(ops.top_logprobs(found.consts | {"RING": RING}, both | {"scores": self.scores}, head))
+        if kind.masked:
+            dispatches.append(ops.mask_logits(found.consts, both | {"mask": self.masks}, head))
+        own: dict[str, Bindable] = {"ring": self.ring} | ({} if x is None else {"x": x})
+        if kind.greedy:
+            consts = rings | {"CANDIDATES": found.count}
             if ops.gpu.caps.cpu:
                 consts["WORKGROUP"] = 16  # barriers cost more there than loop iterations: 30 us instead of 150
-            return ops.sample("greedy", consts, bindings, table, head.segments)
-        consts |= {"VOCAB": vocab, "CANDIDATE_ROWS": candidate_rows}
-        bindings |= {"logits": head.logits, "sampling": self.settings}
-        return ops.sample("sample", consts, bindings, table, head.segments)
+            last = ops.sample("greedy", consts, own | {"candidates": head.candidates}, table, head.segments)
+        else:
+            consts = rings | found.consts | {"CHANGES": self.first_change}
+            last = ops.sample("sample", consts, own | both, table, head.segments)
+        return [*dispatches, last]
 
 
-def samples_on_device(sampling: Sampling) -> bool:
-    """Whether the kernel can apply these parameters. Model.samples_on_device checks top_k."""
-    return sampling.repeat_penalty == 1.0 or sampling.repeat_last_n <= MAX_RECENT
+@dataclass(frozen=True, slots=True)
+class SampleKind:
+    """What the rows of a step need, all of them together."""
+
+    greedy: bool  # no row has a temperature, bias or penalty
+    masked: bool = False  # a row has a mask
+    logprobs: bool = False  # a row wants log probabilities
+
+
+def floats(words: NDArray[np.uint32]) -> list[float]:
+    values: list[float] = words.astype(np.uint32).view(np.float32).tolist()
+    return values
+
+
+def samples_on_device(sampling: Sampling, logprobs: int | None) -> bool:
+    """Whether the kernels can apply these parameters, and return so many log probabilities."""
+    window = sampling.repeat_last_n if sampling.penalises else 0
+    return window <= MAX_RECENT and (logprobs or 0) <= MAX_LOGPROBS

@@ -303,10 +303,11 @@ class Engine:
     ) -> Iterator[int]:
         """Continue the sequence with tokens sampled on the device; `samples_on_device` must hold."""
         begun = len(sequence)
+        seeded = sampling.seeded()  # the same after a repair
 
         def configure() -> None:
-            recent = [*prompt, *sequence.ids[begun:]]
-            self.model.sampler.configure(sequence.slot, sampling, recent, len(sequence) - 1)
+            text = [*prompt, *sequence.ids[begun:]]
+            self.model.sampler.configure(sequence.slot, seeded, text, len(sequence))
 
         return self._decode(sequence, most, configure=configure)
 
@@ -328,9 +329,11 @@ class Engine:
             self.unchecked.add(sequence)
             self.check()
 
-    def samples_on_device(self, sampling: Sampling) -> bool:
-        top_k = 1 if sampling.temperature <= 0 else sampling.top_k
-        return device_sampler.samples_on_device(sampling) and self.model.samples_on_device(top_k)
+    def samples_on_device(self, sampling: Sampling, logprobs: int | None = None, masked: bool = False) -> bool:
+        """Whether the device can sample with these parameters, return so many log probabilities and apply masks."""
+        if sampling.greedy and logprobs is None and not masked:
+            return True
+        return self.model.samples_on_device and device_sampler.samples_on_device(sampling, logprobs)
 
     def sample_on_host(
         self, sequence: Sequence, sample: Callable[[NDArray[np.float32]], int]

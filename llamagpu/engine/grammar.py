@@ -146,6 +146,7 @@ class GrammarVocabulary:
     def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
         guidance, tokens = _llguidance(), _Tokens(tokenizer, rows)
         self.tokenizer = guidance.LLTokenizer(guidance.TokenizerWrapper(tokens), eos_token=tokens.ends or None)
+        self.rows = rows
         self.words = -(-self.tokenizer.vocab_size // 32)  # int32 words of a mask
 
 
@@ -153,7 +154,7 @@ class Matcher:
     """Follows one text through a grammar: `mask` says which tokens may come next, `accept` takes one of them."""
 
     def __init__(self, grammar: Grammar, vocabulary: GrammarVocabulary) -> None:
-        self.words = vocabulary.words
+        self.words, self.rows = vocabulary.words, vocabulary.rows
         make = _llguidance().LLMatcher
         self._matcher = _on_large_stack(
             lambda: make(vocabulary.tokenizer, grammar.source, log_level=0, limits=_limits())
@@ -163,12 +164,17 @@ class Matcher:
         if self._matcher.is_error():
             raise _wrong(grammar.kind, self._matcher.get_error())
 
-    def mask(self, words: NDArray[np.int32]) -> None:
-        """Fill words [self.words]: bit i % 32 of word i // 32 is set if token i may come next."""
+    def mask(self) -> NDArray[np.int32]:
+        """Bit i % 32 of word i // 32 is set if token i may come next; some token of the model may."""
         from llguidance.numpy import fill_next_token_bitmask
 
+        words = np.empty(self.words, np.int32)
         fill_next_token_bitmask(self._matcher, words[np.newaxis])
         self._check()
+        if not words[: self.rows // 32].any() and not allowed_tokens(words, self.rows).any():
+            cause = "the grammar cannot go on: this model has no token for it"
+            raise GrammarFailed(cause, "use another grammar or model")
+        return words
 
     def accept(self, token: int) -> None:
         """Append a token that the mask allows."""
@@ -191,9 +197,9 @@ class Matcher:
             raise GrammarFailed(f"the grammar cannot go on: {reason}", "use a simpler grammar")
 
 
-def allowed_tokens(words: NDArray[np.int32], rows: int) -> NDArray[np.int64]:
-    """The ids below `rows` whose bit is set in a mask."""
-    return np.flatnonzero(np.unpackbits(words.view(np.uint8), count=rows, bitorder="little"))
+def allowed_tokens(words: NDArray[np.int32], rows: int) -> NDArray[np.bool_]:
+    """[rows]: whether the bit of a token is set in a mask."""
+    return np.unpackbits(words.view(np.uint8), count=rows, bitorder="little").astype(bool)
 
 
 def _llguidance() -> ModuleType:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamagpu.engine import ops, routes
-from llamagpu.engine.device_sampler import DeviceSampler
+from llamagpu.engine.device_sampler import Candidates, DeviceSampler, SampleKind
 from llamagpu.engine.fused_decode import FusedDecode, fused_widths, layer_stride
 from llamagpu.engine.kv_cache import BufferKvCache, KvCache, LayerCache
 from llamagpu.engine.ops import (
@@ -41,7 +41,6 @@ from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.recorder import Plan
-from llamagpu.gpu.shaders import constants
 
 INT8_BLOCK_BYTES = 48  # of 32 activations: 32 int8, then four f32
 PREFILL_WIDTH = 512  # token rows of the shapes that decide whether prefill uses int8 activations
@@ -51,8 +50,7 @@ class PlanKind(Enum):
     STEP = auto()  # from tokens to the logits of the last row of each segment
     SCORE = auto()  # from tokens to the log probability of each row's target
     HIDDEN = auto()  # from the residual stream to the hidden states of all rows after the last norm
-    GREEDY = auto()  # from candidates to the next token
-    SAMPLE = auto()  # from logits to the next token
+    SAMPLE = auto()  # from logits and candidates to the next token
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,7 @@ class PlanKey:
     bucket: int = 0  # context bucket; 0: the plan does not depend on it
     embed: bool = True
     segments: int = 1  # sequences that the rows belong to
+    sampling: SampleKind | None = None
 
 
 class Model(ABC):
@@ -85,7 +84,7 @@ class Model(ABC):
         self.candidates = gpu.zeros(settings.slots * -(-c.vocab // 2) * 8, "candidates")
         self.targets = gpu.zeros(rows * 4, "targets")  # [m] u32, for perplexity: the next id of each row
         self.scores = gpu.zeros(rows * 4, "scores")  # [m] f32, log probability of the target
-        self.sampler = DeviceSampler(gpu, settings.slots)
+        self.sampler = DeviceSampler(gpu, settings.slots, c.vocab)
 
     @property
     def precision(self) -> Precision:
@@ -118,7 +117,7 @@ class Model(ABC):
         """Every buffer and texture that all plans share, once."""
         steps = dict.fromkeys((self.step.buffer, self.head_step.buffer))
         own = [*steps, self.logits, self.candidates, self.targets, self.scores]
-        return [*own, self.sampler.ring, self.sampler.settings]
+        return [*own, *self.sampler.buffers]
 
     def write_step(self, segments: Items[Segment]) -> None:
         """Write the inputs of the next step."""
@@ -152,10 +151,21 @@ class Model(ABC):
         key = PlanKey(PlanKind.HIDDEN, self.plan_width(rows))  # of several rows: the grid follows the step
         return self._cached(key, lambda: tagged([self.hidden_dispatch(key.width)], "output_norm", None))
 
-    def sample_plan(self, greedy: bool, segments: int = 1) -> Plan:
-        """The next token of each segment, sampled on the device."""
-        key = PlanKey(PlanKind.GREEDY if greedy else PlanKind.SAMPLE, segments=segments)
-        return self._cached(key, lambda: tagged([self.sample_dispatch(greedy, segments)], "sampling", None))
+    def sample_plan(
+        self,
+        greedy: bool,
+        segments: int = 1,
+        masked: bool = False,
+        logprobs: bool = False,
+        sampled: int | None = None,
+    ) -> Plan:
+        """The next token of each segment of the step before, or of the first `sampled` ones, sampled on the device.
+
+        The next step has a row for each of them. Without `greedy` the rows may have any parameters.
+        """
+        kind = SampleKind(greedy, masked, logprobs)
+        key = PlanKey(PlanKind.SAMPLE, sampled or segments, segments=segments, sampling=kind)
+        return self._cached(key, lambda: tagged(self.sample_dispatches(kind, key.width, segments), "sampling", None))
 
     def _cached(self, key: PlanKey, build: Callable[[], list[Dispatch]]) -> Plan:
         if key not in self.plans:
@@ -187,17 +197,16 @@ class Model(ABC):
         """The hidden states [rows, dim] that `hidden_plan` left."""
 
     @abstractmethod
-    def sample_dispatch(self, greedy: bool, segments: int) -> Dispatch: ...
+    def sample_dispatches(self, kind: SampleKind, sampled: int, segments: int) -> list[Dispatch]: ...
 
     @abstractmethod
     def layer_dispatches(self, rows: int) -> list[Dispatch]:
         """From token rows to the residual stream after the last layer, every op a dispatch."""
 
-    def samples_on_device(self, top_k: int) -> bool:
+    @property
+    def samples_on_device(self) -> bool:
         """Whether the sampling kernel can sample from this model's logits: no candidate's run spans two shards."""
-        run = self.ops.argmax_rows
-        fits = all(shard.row0 % run == 0 for shard in self.weights.output.shards)
-        return 1 <= top_k <= constants("sample")["MAX_TOP_K"] and fits
+        return all(shard.row0 % self.ops.argmax_rows == 0 for shard in self.weights.output.shards)
 
     @property
     def embeds_next(self) -> bool:
@@ -461,12 +470,13 @@ class BufferModel(Model):
     def embeds_next(self) -> bool:
         return self.ops.embeds_next(self.weights.token_embd)
 
-    def sample_dispatch(self, greedy: bool, segments: int) -> Dispatch:
+    def sample_dispatches(self, kind: SampleKind, sampled: int, segments: int) -> list[Dispatch]:
         head, inputs = self.weights.output, self.inputs(segments)
         count = self.ops.candidate_count(head, inputs, segments)
-        rows = self.ops.candidate_rows(head, inputs, segments)
-        buffers, table = self.head_buffers(segments), self.weights.token_embd
-        return self.sampler.dispatch(self.ops, greedy, buffers, head.n, count, rows, table, self.x)
+        found = Candidates(head.n, count, self.ops.candidate_rows(head, inputs, segments))
+        return self.sampler.dispatches(
+            self.ops, kind, self.head_buffers(sampled), found, self.weights.token_embd, self.x
+        )
 
     def hidden_dispatch(self, rows: int) -> Dispatch:
         c, norm = self.config, self.weights.output_norm

@@ -534,11 +534,23 @@ class Ops:
         """
         grid = (segments, 1, 1)
         bound = self.shared | dict(bindings)
+        parts = ("pages", "best_tokens") if kernel == "sample" else ("pages",)
         if table is None or not self.embeds_next(table):
-            return self.gpu.dispatch(kernel, ("pages", "embed_next_none"), consts, bound, grid)
+            return self.gpu.dispatch(kernel, (*parts, "embed_next_none"), consts, bound, grid)
         shard = table.shards[0]
-        parts = ("pages", *self.parts(routes.EMBED[0], shard.layout.storage), "embed_next")
+        parts = (*parts, *self.parts(routes.EMBED[0], shard.layout.storage), "embed_next")
         return self.gpu.dispatch(kernel, parts, consts | shard.consts, bound | shard.bindings, grid)
+
+    def mask_logits(self, consts: Consts, bindings: Mapping[str, Bindable], head: HeadBuffers) -> Dispatch:
+        """The logits and candidates that the masks leave, for each segment."""
+        count = int(consts["CANDIDATES"])
+        grid = (-(-count // constants("mask_logits")["WORKGROUP"]), head.segments, 1)
+        return self.gpu.dispatch("mask_logits", (), consts, {"step": self.step} | dict(bindings), grid)
+
+    def top_logprobs(self, consts: Consts, bindings: Mapping[str, Bindable], head: HeadBuffers) -> Dispatch:
+        """The largest log probabilities of each segment."""
+        bound = {"step": self.step} | dict(bindings)
+        return self.gpu.dispatch("top_logprobs", ("best_tokens",), consts, bound, (head.segments, 1, 1))
 
     def log_prob(self, logits: Buffer, targets: Buffer, out: Buffer, vocab: int) -> Dispatch:
         """The log probability of each row's target."""

@@ -7,6 +7,7 @@ sample for all of them, steps are submitted ahead, each feeding the next on the 
 A scheduler belongs to the thread that holds its lock: whoever waits for a token runs steps, for everybody.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -18,24 +19,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamagpu.engine.decode import MAX_TOKENS_PER_SUBMIT, SUBMISSIONS_IN_FLIGHT, SUBMIT_S
-from llamagpu.engine.device_sampler import RING
+from llamagpu.engine.device_sampler import DeviceSampler
 from llamagpu.engine.engine import Engine, Progress
 from llamagpu.engine.fair_lock import FairLock
+from llamagpu.engine.grammar import Matcher
 from llamagpu.engine.pages import PAGE, common
-from llamagpu.engine.sampler import Sampling, need_finite
+from llamagpu.engine.sampler import HostSampler, Sampling, Scores, need_finite, score
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import MAX_SEGMENTS, Segment
 from llamagpu.errors import DeviceLost, DoesNotFit, NumericCheckFailed, Overloaded
+from llamagpu.gpu.buffers import AnyBuffer
 from llamagpu.gpu.device import map_device_lost
-from llamagpu.gpu.recorder import Pending, Step
+from llamagpu.gpu.recorder import Pending, Plan, Step
 
 STALL_S = 0.08  # how long prompt rows may keep decoding sequences waiting
 FEWEST_PROMPT_ROWS = 32  # of a step with decoding rows, however slow the device
 MAX_WAITING = 1024  # requests in the queue
 
 GREEDY = Sampling(temperature=0)
-
-HostSample = Callable[[NDArray[np.float32]], int]  # from the logits of a row to its token
 
 
 class State(Enum):
@@ -54,9 +55,13 @@ class Request:
     sampling: Sampling
     most: int | None = None  # new tokens; None: until the context is full
     is_end: Callable[[int], bool] = field(default=lambda id: False)
-    sample: HostSample | None = None  # samples on the host, where the device cannot
+    sample: HostSampler | None = None  # samples on the host, where the device cannot
     progress: Progress | None = None
+    matcher: Matcher | None = None  # says before each token which ones may come, so that none is sampled ahead
+    logprobs: int | None = None  # of how many of the likeliest tokens; None: not of the new ones either
     new: list[int] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)  # of the new tokens, with `logprobs`
+    matched: int | None = None  # new tokens after which the grammar allows no more
     state: State = State.WAITING
     error: BaseException | None = None
     cancelled: bool = False
@@ -65,6 +70,26 @@ class Request:
     taken: int = 0  # new tokens that the consumer has seen
     saved: list[NDArray[np.uint8]] | None = None  # keys and values of a paused one, of `computed` ids
     paused_at: int = 0  # how many ids those are
+    configured: DeviceSampler | None = None  # that has its parameters and, for penalties, its recent tokens
+    mask: NDArray[np.int32] | None = None  # what the grammar allows next
+
+    def __post_init__(self) -> None:
+        self.sampling = self.sampling.seeded()
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether the host must see each token before the next is sampled."""
+        return self.sample is not None or self.matcher is not None
+
+    @property
+    def masked(self) -> bool:
+        """Whether the device applies its grammar's masks."""
+        return self.matcher is not None and self.sample is None
+
+    @property
+    def scored(self) -> bool:
+        """Whether the device returns its log probabilities."""
+        return self.logprobs is not None and self.sample is None
 
     @property
     def on_device(self) -> Sampling:
@@ -200,12 +225,13 @@ class Scheduler:
     def _rewind(self) -> None:
         """A Ctrl-C may have come between the rows of a step and their tokens: these rows are computed again."""
         for request in self.running:
+            request.configured = None  # the device may count tokens that nobody got
             sure = len(request.prompt) - 1 if request.state is State.PROMPT else len(request.computed)
             request.sequence.truncate(sure)
 
     def _steady(self) -> bool:
-        """Whether all running requests decode, on the device, and they are those in flight, if any are."""
-        steady = all(r.state is State.DECODE and r.sample is None for r in self.running)
+        """Whether all running requests decode, need no host between steps, and are those in flight, if any are."""
+        steady = all(r.state is State.DECODE and not r.steps_alone for r in self.running)
         return steady and (self.flight is None or self.flight.requests == self.running)
 
     def _drop_cancelled(self) -> None:
@@ -225,6 +251,7 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """Give slot and pages back; pages that hold a prefix can be found again."""
+        request.configured = None
         self.engine.unchecked.discard(request.sequence)
         self.engine.cache.end(request.sequence)
         self.slots.append(request.sequence.slot)
@@ -290,7 +317,7 @@ class Scheduler:
         self._leave(request)
         self.waiting.appendleft(request)
 
-    # One step that waits: prompts, tokens that the host samples
+    # One step that waits: prompts, tokens that the host samples or whose grammar it follows
 
     def _mixed_step(self) -> None:
         decoding = self._rows_with_room()
@@ -300,13 +327,10 @@ class Scheduler:
             return
         segments = [Segment(r.sequence.slot, len(r.sequence), [r.last]) for r in decoding]
         segments += [Segment(r.sequence.slot, len(r.sequence), piece) for r, piece in prompts]
-        complete = [
-            i
-            for i, r in enumerate(requests)
-            if r.state is State.DECODE or len(r.sequence) + len(segments[i].tokens) == len(r.prompt)
-        ]
+        unfinished = bool(prompts) and segments[-1].position + len(segments[-1].tokens) < len(requests[-1].prompt)
+        sampled = requests[:-1] if unfinished else requests  # only the last prompt can be unfinished
         began, compiled = time.perf_counter(), self.engine.gpu.compile_seconds
-        pending = self._run(segments, requests, complete)
+        pending = self._run(segments, sampled)
         for request, segment in zip(requests, segments, strict=True):
             request.sequence.ids += segment.tokens
             self.engine.unchecked.add(request.sequence)
@@ -314,17 +338,17 @@ class Scheduler:
             for request, _ in prompts:
                 self._report(request)
             return
-        ring = pending.wait()
-        if ring[self.engine.model.sampler.timed_out_word] or self.engine.subgroups_differ():
+        words = pending.wait()
+        if words[self.engine.model.sampler.timed_out_word] or self.engine.subgroups_differ():
             self._repair(requests, segments)
             return
         compiling = self.engine.gpu.compile_seconds - compiled
         self._measure(sum(len(piece) for _, piece in prompts), time.perf_counter() - began - compiling)
         for request, _ in prompts:
             self._report(request)
-        for i in complete:
-            if not requests[i].done:
-                self._deliver(requests[i], i, ring)
+        for i, request in enumerate(sampled):
+            if not request.done:
+                self._deliver(request, i, words)
 
     def _rows_with_room(self) -> list[Request]:
         """The decoding requests, each with a page for its next position; those without are paused or end."""
@@ -350,18 +374,44 @@ class Scheduler:
                 found.append((request, piece))
         return found
 
-    def _run(self, segments: list[Segment], requests: list[Request], complete: list[int]) -> Pending | None:
-        engine, model = self.engine, self.engine.model
+    def _run(self, segments: list[Segment], sampled: list[Request]) -> Pending | None:
+        """Submit a step, and the sampling of its first segments, those of `sampled`."""
+        model, submit = self.engine.model, self.engine.recorder.submit
         rows, position = sum(len(s.tokens) for s in segments), max(s.position for s in segments)
         model.write_step(segments)
-        plan = Step(model.plan(rows, position, segments=len(segments)), rows, position)
-        if not complete:
-            engine.recorder.submit([plan])
+        steps = [Step(model.plan(rows, position, segments=len(segments)), rows, position)]
+        if not sampled:
+            submit(steps)
             return None
-        self._configure([requests[i] for i in complete])
-        greedy = all(requests[i].on_device.greedy for i in complete)
-        sample = Step(model.sample_plan(greedy, len(segments)), rows, position)
-        return engine.recorder.submit([plan, sample], model.sampler.ring)
+        self._configure(sampled)
+        if any(r.matcher for r in sampled):
+            submit(steps)  # the device computes the logits while the host makes the masks
+            steps = []
+            self._write_masks(sampled)
+        steps.append(Step(self._sample_plan(sampled, len(segments)), rows, position))
+        return submit(steps, *self._results(sampled))
+
+    def _write_masks(self, requests: list[Request]) -> None:
+        for r in requests:
+            if r.matcher:
+                try:
+                    r.mask, r.error = r.matcher.mask(), None
+                except Exception as error:  # it ends alone, after this step
+                    r.error = error
+                if r.masked and r.mask is not None:
+                    self.engine.model.sampler.write_mask(r.sequence.slot, r.mask)
+
+    def _sample_plan(self, requests: list[Request], segments: int) -> Plan:
+        return self.engine.model.sample_plan(
+            all(r.on_device.greedy for r in requests),
+            segments,
+            masked=any(r.masked for r in requests),
+            logprobs=any(r.scored for r in requests),
+            sampled=len(requests),
+        )
+
+    def _results(self, requests: list[Request]) -> list[AnyBuffer]:
+        return self.engine.model.sampler.results(any(r.scored for r in requests))
 
     def _measure(self, rows: int, seconds: float) -> None:
         if rows:
@@ -373,24 +423,29 @@ class Scheduler:
             with self._ends_alone(request):
                 request.progress(len(request.sequence) - request.cached, len(request.prompt) - request.cached)
 
-    def _deliver(self, request: Request, segment: int, ring: NDArray[np.uint32]) -> None:
+    def _deliver(self, request: Request, segment: int, words: NDArray[np.uint32]) -> None:
         """The token of a row that a step has computed."""
         request.sequence.checked = len(request.sequence)
-        token = self._sampled(ring, request)
-        if request.sample or request.state is State.PROMPT:
+        first, logits = request.state is State.PROMPT, None
+        if request.sample or first:
             logits = self.engine.segment_logits(segment)
-            with self._ends_alone(request):
-                need_finite(logits)
-                token = request.sample(logits) if request.sample else token
-        if request.done:
-            return
-        if request.state is State.PROMPT:
-            self.engine.cache.record(request.sequence)
-        request.state = State.DECODE
-        if request.most == 0:  # only the prompt was wanted
-            self._finish(request)
-        else:
-            self._append(request, token)
+        with self._ends_alone(request):
+            if request.error:
+                raise request.error
+            if logits is not None:
+                need_finite(logits)  # the device ignores NaN where some logits are numbers
+            if first:
+                self.engine.cache.record(request.sequence)
+            request.state = State.DECODE
+            if request.most == 0:  # only the prompt was wanted
+                self._finish(request)
+            elif request.sample and logits is not None:
+                token = request.sample(logits, request.mask)
+                if request.logprobs is not None:
+                    request.scores.append(score(logits, token, request.logprobs))
+                self._append(request, token)
+            else:
+                self._take(request, words)
 
     @contextmanager
     def _ends_alone(self, request: Request) -> Iterator[None]:
@@ -399,17 +454,32 @@ class Scheduler:
             yield
         except Exception as error:
             if isinstance(error, NumericCheckFailed):  # nobody may find its numbers, or read them behind his own
-                request.sequence.truncate(request.cached)
-                self.engine.cache.clear(request.sequence, request.cached)
+                self.engine.recorder.drain()  # steps ahead still write some
+                good = len(request.prompt) if request.new else request.cached  # others may share what is good
+                request.sequence.truncate(good)
+                self.engine.cache.clear(request.sequence, good)
             self._finish(request, error)
 
-    def _sampled(self, ring: NDArray[np.uint32], request: Request) -> int:
-        position = len(request.sequence) - 1
-        return int(ring[request.sequence.slot * self.engine.model.sampler.ring_words + position % RING])
+    def _take(self, request: Request, words: NDArray[np.uint32]) -> None:
+        """The token that the device has sampled for the position after the sequence."""
+        sampler, slot, position = self.engine.model.sampler, request.sequence.slot, len(request.sequence)
+        token, logit = sampler.token(words, slot, position)
+        if not math.isfinite(logit):
+            raise NumericCheckFailed(
+                "no token can be sampled: every logit is NaN or not allowed, or one is infinite",
+                "the file may be damaged: fetch it again; or try --precision high",
+            )
+        if request.logprobs is not None:
+            request.scores.append(sampler.token_scores(words, slot, position, request.logprobs))
+        self._append(request, token)
 
     def _append(self, request: Request, token: int) -> None:
+        if request.matcher:
+            request.matcher.accept(token)
+            if request.matcher.stopped:
+                request.matched = len(request.new) + 1
         request.new.append(token)
-        if request.is_end(token) or request.left(self.engine.settings.context) <= 0:
+        if request.matched or request.is_end(token) or request.left(self.engine.settings.context) <= 0:
             self._finish(request)
 
     # Steps ahead: nothing but decode, sampled on the device
@@ -433,11 +503,13 @@ class Scheduler:
         self._receive(flight)
 
     def _configure(self, requests: list[Request]) -> None:
-        """Tell the sampling kernel what each wants. The greedy kernel, where all are greedy, needs nothing."""
-        if not all(r.on_device.greedy for r in requests):
-            for r in requests:
-                known = [*r.prompt, *r.new]
-                self.engine.model.sampler.configure(r.sequence.slot, r.on_device, known, len(known) - 1)
+        """Tell the sampling kernels what each wants, once: they keep account of the tokens that they sample."""
+        sampler = self.engine.model.sampler
+        for r in requests:
+            if r.configured is not sampler:
+                logprobs = r.logprobs if r.scored else None
+                sampler.configure(r.sequence.slot, r.on_device, [*r.prompt, *r.new], masked=r.masked, logprobs=logprobs)
+                r.configured = sampler
 
     def _ahead(self, flight: Flight) -> int:
         """How many more steps may be submitted: pages and the context must hold them, somebody must want them."""
@@ -455,21 +527,21 @@ class Scheduler:
 
     def _submit_ahead(self, flight: Flight, count: int) -> None:
         engine, model, rows = self.engine, self.engine.model, len(flight.requests)
-        sample = model.sample_plan(all(r.sampling.greedy for r in flight.requests), rows)
+        sample, results = self._sample_plan(flight.requests, rows), self._results(flight.requests)
         position, steps = max(flight.positions), []
         for p in range(position, position + count):
             embed = flight.first or not model.embeds_next
             flight.first = False
             steps += [Step(model.plan(rows, p, embed, rows), rows, p), Step(sample, rows, p)]
-        flight.pending.append((engine.recorder.submit(steps, model.sampler.ring, ahead=True), count))
+        flight.pending.append((engine.recorder.submit(steps, *results, ahead=True), count))
         flight.positions = [p + count for p in flight.positions]
 
     def _receive(self, flight: Flight) -> None:
         """The tokens of the oldest submission in flight."""
         engine, began = self.engine, time.perf_counter()
         result, count = flight.pending.popleft()
-        ring = result.wait()
-        if ring[engine.model.sampler.timed_out_word] or engine.subgroups_differ():
+        words = result.wait()
+        if words[engine.model.sampler.timed_out_word] or engine.subgroups_differ():
             requests = flight.requests
             self._abandon()
             self._repair(requests, [])
@@ -484,7 +556,8 @@ class Scheduler:
                     break  # it has ended, and the rest of its tokens is nobody's
                 request.sequence.ids.append(request.last)
                 request.sequence.checked = len(request.sequence)
-                self._append(request, self._sampled(ring, request))
+                with self._ends_alone(request):
+                    self._take(request, words)
 
     def _land(self) -> None:
         """Receive everything in flight."""
@@ -497,6 +570,8 @@ class Scheduler:
         flight, self.flight = self.flight, None
         if flight is None:
             return
+        for request in flight.requests:
+            request.configured = None  # the device counts tokens that are dropped
         self.engine.recorder.drain()
         for result, _ in flight.pending:
             with suppress(DeviceLost):
@@ -504,6 +579,8 @@ class Scheduler:
 
     def _repair(self, requests: list[Request], segments: list[Segment]) -> None:
         """A kernel gave wrong numbers: they are computed again, with kernels that do not."""
+        for request in requests:
+            request.configured = None
         for request, segment in zip(requests, segments, strict=False):  # the step counts for nothing
             request.sequence.truncate(len(request.sequence) - len(segment.tokens))
         self.engine.unchecked.update(r.sequence for r in requests if r.state is not State.DONE)

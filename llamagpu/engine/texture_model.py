@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamagpu.engine import ops, routes
+from llamagpu.engine.device_sampler import Candidates, SampleKind
 from llamagpu.engine.kv_cache import TextureKvCache
 from llamagpu.engine.model import Model, PlanKey
 from llamagpu.engine.ops import NO_PROLOGUE, Consts, Output, PrologueSpec, attention_shape, tagged
@@ -154,10 +155,10 @@ class TextureModel(Model):
 
     # Sampling and scoring
 
-    def sample_dispatch(self, greedy: bool, segments: int) -> Dispatch:
-        vocab, head = self.config.vocab, self.head_buffers(segments)
-        count, rows = ops.argmax_candidates(vocab), self.ops.argmax_rows
-        return self.sampler.dispatch(self.ops, greedy, head, vocab, count, rows, None, None)
+    def sample_dispatches(self, kind: SampleKind, sampled: int, segments: int) -> list[Dispatch]:
+        vocab = self.config.vocab
+        found = Candidates(vocab, ops.argmax_candidates(vocab), self.ops.argmax_rows)
+        return self.sampler.dispatches(self.ops, kind, self.head_buffers(sampled), found, None, None)
 
     def hidden_dispatch(self, rows: int) -> Dispatch:
         return self.norm(self.x, self.weights.output_norm, rows)

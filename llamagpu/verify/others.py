@@ -7,9 +7,9 @@ import numpy as np
 import wgpu
 
 from llamagpu.engine import fused_decode, routes, synthetic
-from llamagpu.engine.device_sampler import DeviceSampler
+from llamagpu.engine.device_sampler import LOWEST, Candidates, DeviceSampler, SampleKind
 from llamagpu.engine.fused_decode import LITMUS_LAYERS, PROBE_SPIN_LIMIT
-from llamagpu.engine.ops import Consts, Ops, argmax_candidates
+from llamagpu.engine.ops import Consts, HeadBuffers, Ops, argmax_candidates
 from llamagpu.engine.routes import GridSize, Linear, Route
 from llamagpu.engine.sampler import Sampling
 from llamagpu.engine.step_inputs import Segment, StepInputs
@@ -23,6 +23,7 @@ from llamagpu.verify.reference import (
     INT8_BLOCK,
     REQUANTISED,
     Answer,
+    Array,
     Case,
     Weight,
     dequantise_blocks,
@@ -50,6 +51,8 @@ def other_cases(gpu: Gpu) -> Iterator[Case]:
                 yield Case(route.kernel, weight.name, partial(embed, gpu, route, weight), COPIED)
     yield Case("quantise_int8", "width 576, m 5", partial(quantise, gpu), REQUANTISED)
     yield Case("silu_mul", "width 129, m 5", partial(silu_mul, gpu))
+    yield Case("mask_logits", "vocab 3000", partial(mask_logits, gpu), COPIED)
+    yield Case("top_logprobs", "4 of 3000", partial(top_logprobs, gpu))
     yield Case("argmax", "vocab 3000", partial(argmax, gpu), COPIED)
     yield Case("greedy", f"candidates, then the row of {Q4_WEIGHT.name}", partial(greedy, gpu), COPIED)
     shares = (4e-2, 0.2)  # 8 more or less of 180
@@ -100,7 +103,7 @@ def greedy(gpu: Gpu) -> Answer:
     shard, packed = Q4_WEIGHT.upload(gpu)
     candidates = np.array([(0, 5), (0, 70), (0, 3), (0, 33)], np.uint32)
     candidates[:, 0] = np.array([-3.0, 2.0, 2.0, 1.0], np.float32).view(np.uint32)
-    x, ring, make = gpu.zeros(Q4_WEIGHT.k * 4, "x"), gpu.zeros(16, "ring"), ops_at(gpu, 1, 0, 2)
+    x, ring, make = gpu.zeros(Q4_WEIGHT.k * 4, "x"), gpu.zeros(32, "ring"), ops_at(gpu, 1, 0, 2)
     bindings = {"candidates": gpu.upload(candidates, "candidates"), "ring": ring, "x": x}
     run(gpu, [make.sample("greedy", {"CANDIDATES": 4, "RING": 4}, bindings, matrix_of(shard))])
     want = rows_of(packed, np.array([3]))[0]  # the first of the two largest
@@ -112,11 +115,11 @@ def sample(gpu: Gpu) -> Answer:
     likeliest, shares = np.array([2999, 7, 1500]), np.array([0.6, 0.3, 0.1])
     values = random("logits").standard_normal(3000).astype(np.float32)
     values[likeliest] = 20 + np.log(shares)
-    logits, ring = gpu.upload(values, "logits"), gpu.zeros(SAMPLED * 4, "ring")
+    logits, ring = gpu.upload(values, "logits"), gpu.zeros(SAMPLED * 8, "ring")
     count = argmax_candidates(3000)
     candidates = gpu.zeros(8 * count, "candidates")
-    sampler = DeviceSampler(gpu, 1)
-    sampler.configure(0, Sampling(temperature=1.0, top_k=3, top_p=1.0, min_p=0.0, seed=1), (), 0)
+    sampler = DeviceSampler(gpu, 1, 3000)
+    sampler.configure(0, Sampling(temperature=1.0, top_k=3, top_p=1.0, min_p=0.0, seed=1), ())
     consts: Consts = {"CANDIDATES": count, "RING": SAMPLED, "VOCAB": 3000}
     bindings = {"candidates": candidates, "ring": ring, "logits": logits, "sampling": sampler.settings}
     make = ops_at(gpu, 1, 0, SAMPLED + 1)
@@ -125,6 +128,41 @@ def sample(gpu: Gpu) -> Answer:
     sampled = gpu.read(ring, np.uint32, SAMPLED)
     counts = [int((sampled == token).sum()) for token in likeliest]
     return np.array([*counts, SAMPLED - sum(counts)]), np.array([*(SAMPLED * shares), 0])
+
+
+def scored(gpu: Gpu, kind: SampleKind) -> tuple[DeviceSampler, Array, Array, Array]:
+    """A sampler, its results, the logits before and the logits after it; each third token is masked."""
+    before = random("scored").standard_normal((1, 3000)).astype(np.float32) * 4
+    sampler, make = DeviceSampler(gpu, 1, 3000), ops_at(gpu, 1, 0, 2)
+    sampler.configure(0, Sampling(temperature=0), [], 1, masked=True, logprobs=4)
+    mask = np.packbits(np.arange(3008) % 3 > 0, bitorder="little").view(np.int32)
+    sampler.write_mask(0, mask)
+    head = HeadBuffers(gpu.upload(before, "logits"), gpu.zeros(8 * argmax_candidates(3000), "candidates"), make.step)
+    found = Candidates(3000, argmax_candidates(3000), make.argmax_rows)
+    sampling = sampler.dispatches(make, kind, head, found, None, None)
+    run(gpu, [make.argmax(head.logits, head.candidates, 3000), *sampling])
+    words = np.append(
+        gpu.read(sampler.ring, np.uint32, sampler.first_change),
+        gpu.read(sampler.scores, np.uint32, sampler.scores.size // 4),
+    )
+    return sampler, words, before[0], gpu.read(head.logits, np.float32, 3000)
+
+
+def mask_logits(gpu: Gpu) -> Answer:
+    """The logits that a mask leaves, and the likeliest token of them."""
+    sampler, words, before, after = scored(gpu, SampleKind(greedy=True, masked=True))
+    left = np.arange(3000) % 3 > 0
+    token, _ = sampler.token(words, 0, 1)
+    likeliest = np.where(left, before, LOWEST).argmax()
+    return np.append(np.where(left, after, after / LOWEST), token - likeliest), np.append(np.where(left, before, 1), 0)
+
+
+def top_logprobs(gpu: Gpu) -> Answer:
+    sampler, words, before, _ = scored(gpu, SampleKind(greedy=True, logprobs=True))
+    token, got = sampler.token(words, 0, 1)[0], sampler.token_scores(words, 0, 1, 4)
+    wide = before.astype(np.float64)
+    logs, best = wide - np.log(np.exp(wide).sum()), np.argsort(-wide)[:4]
+    return np.array([got.logprob, *got.logprobs, *(best - got.ids)]), np.array([logs[token], *logs[best], 0, 0, 0, 0])
 
 
 def log_prob(gpu: Gpu) -> Answer:
