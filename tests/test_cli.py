@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import math
 import os
 import pty
 import re
@@ -26,7 +27,7 @@ from llamagpu import __version__
 from llamagpu.cli import generate
 from llamagpu.cli import main as cli
 from llamagpu.cli.generate import repeats_itself
-from llamagpu.cli.terminal import fold, show_engine_log
+from llamagpu.cli.terminal import Usage, fold, show_engine_log
 from llamagpu.engine import precision
 from llamagpu.files.gguf_file import GgufFile
 from llamagpu.files.tokenizer import Tokenizer
@@ -936,6 +937,14 @@ def test_models_rm_keeps_other_files(run, model):
 def test_suggested_sampling_is_the_default(command, args, expected):
     parsed = find_command(typer.main.get_command(cli.app), (command,)).make_context(command, args.split()).params
     assert tuple(parsed[name] for name in ("temp", "top_k", "top_p", "min_p", "repeat_penalty")) == expected
+
+
+def test_logit_bias_is_spelled_as_in_llama_cpp():
+    assert generate.parse_bias(["15043+1", "7-2.5", "9-inf"]) == {15043: 1, 7: -2.5, 9: -math.inf}
+    assert generate.parse_bias(None) == {}
+    for wrong in ("15043", "a+1", "5+", "5+inf", "5+nan", "5*2", "-5+1", "5+101", "5-1e3", ""):
+        with pytest.raises(Usage, match="--logit-bias is "):
+            generate.parse_bias([wrong])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import sys
 import typer
 
 from llamagpu.cli import options as o
-from llamagpu.cli.generate import sampling
+from llamagpu.cli.generate import parse_bias, sampling
 from llamagpu.cli.grammar import GrammarOption, RegexOption, SchemaOption, read_grammar
 from llamagpu.cli.models import find_model, open_model
 from llamagpu.cli.terminal import interruptible, log
@@ -27,6 +27,9 @@ def chat(
     min_p: o.MinPOption = 0.05,
     repeat_penalty: o.PenaltyOption = 1.0,
     repeat_last_n: o.LastNOption = 64,
+    presence_penalty: o.PresenceOption = 0.0,
+    frequency_penalty: o.FrequencyOption = 0.0,
+    logit_bias: o.BiasOption = None,
     seed: o.SeedOption = -1,
     json_schema: SchemaOption = None,
     grammar: GrammarOption = None,
@@ -45,12 +48,14 @@ def chat(
     Piped, each line of standard input is a message.
     """
     matched = read_grammar(json_schema, grammar, regex)
+    bias = parse_bias(logit_bias)
     path = find_model(model, hf_repo, offline, quiet)
     chat_template.start()
     options = EngineOptions(device, ctx_size or None, ubatch, cache_type, precision, kv_memory=kv_memory)
     with interruptible() as check:
         llama = open_model(path, options, quiet, verbose, check)
-    how = sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, verbose)
+    penalties = (repeat_penalty, repeat_last_n, presence_penalty, frequency_penalty)
+    how = sampling(temp, top_k, top_p, min_p, penalties, bias, seed, verbose)
     from llamagpu.cli.repl import Pipe, Repl
 
     if not (sys.stdin and sys.stdout and sys.stdin.isatty() and sys.stdout.isatty()):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,6 +55,9 @@ def generate(
     min_p: o.MinPOption = 0.05,
     repeat_penalty: o.PenaltyOption = 1.0,
     repeat_last_n: o.LastNOption = 64,
+    presence_penalty: o.PresenceOption = 0.0,
+    frequency_penalty: o.FrequencyOption = 0.0,
+    logit_bias: o.BiasOption = None,
     seed: o.SeedOption = -1,
     stop: Annotated[
         list[str] | None,
@@ -88,6 +92,7 @@ def generate(
     if prompt_cache and not prompt_cache_ro:
         check_folder(prompt_cache)
     matched = read_grammar(json_schema, grammar, regex)
+    bias = parse_bias(logit_bias)
     path = find_model(model, hf_repo, offline, quiet)
     if not raw:
         chat_template.start()
@@ -98,10 +103,12 @@ def generate(
             restored = llama.load_prompt(prompt_cache, progress_line("restoring prompt", quiet, check))
             if verbose:
                 log(f"{prompt_cache}: {restored} tokens restored in {llama.load_times.prompt_s:.2f} s")
+        penalties = (repeat_penalty, repeat_last_n, presence_penalty, frequency_penalty)
+        how = sampling(temp, top_k, top_p, min_p, penalties, bias, seed, verbose)
         run = llama.generate(
             encode(llama, text, system, raw),
             max_tokens=predict,
-            sampling=sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, verbose),
+            sampling=how,
             stop=stop or [],
             grammar=matched,
             ignore_eos=ignore_eos,
@@ -137,16 +144,38 @@ def system_message(text: str | None) -> "list[Message]":
     return [{"role": "system", "content": text}] if text else []
 
 
+def parse_bias(entries: Sequence[str] | None) -> dict[int, float]:
+    """TOKEN_ID+BIAS and TOKEN_ID-BIAS, as llama.cpp writes them."""
+    biases = {}
+    for entry in entries or ():
+        found = re.fullmatch(r"(\d+)([+-](?:\d+\.?\d*|\.\d+|inf))", entry)
+        if not found or not (abs(float(found[2])) <= 100 or found[2] == "-inf"):
+            raise Usage(
+                f"--logit-bias is {entry}", "give a token id and a number from -100 to +100, as 15043+1; or 15043-inf"
+            )
+        biases[int(found[1])] = float(found[2])
+    return biases
+
+
 def sampling(
-    temp: float, top_k: int, top_p: float, min_p: float, penalty: float, last_n: int, seed: int, verbose: bool
+    temp: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    penalties: tuple[float, int, float, float],
+    bias: dict[int, float],
+    seed: int,
+    verbose: bool,
 ) -> "Sampling":
+    """`penalties`: repeat penalty, its window, presence and frequency penalty."""
     from llamagpu.engine.sampler import Sampling
 
     if seed < 0:
         seed = int.from_bytes(os.urandom(4), "little")
     if verbose and temp > 0:
         log(f"seed {seed}")
-    return Sampling(temp, top_k, top_p, min_p, penalty, last_n, seed)
+    repeat, last_n, presence, frequency = penalties
+    return Sampling(temp, top_k, top_p, min_p, repeat, last_n, seed, presence, frequency, bias)
 
 
 def stream(run: "Generation", check: Callable[[], None], shown: bool = True, warn: bool = False) -> None:

@@ -148,7 +148,33 @@ PenaltyOption = Annotated[
     option("--repeat-penalty", callback=finite(0.01), **by_model("Penalty on tokens of the recent text; 1: none", 1)),
 ]
 LastNOption = Annotated[
-    int, option("--repeat-last-n", min=0, help="Number of recent tokens that the penalty applies to.")
+    int, option("--repeat-last-n", min=0, help="Number of recent tokens that the penalties apply to; 0: no penalties.")
+]
+PresenceOption = Annotated[
+    float,
+    option(
+        "--presence-penalty",
+        min=-100,
+        max=100,
+        help="Subtracted from the logits of tokens of the recent text; 0: none.",
+    ),
+]
+FrequencyOption = Annotated[
+    float,
+    option(
+        "--frequency-penalty",
+        min=-100,
+        max=100,
+        help="Subtracted from their logits for each time they occur; 0: none.",
+    ),
+]
+BiasOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        *("-l", "--logit-bias"),
+        metavar="TOKEN_ID(+/-)BIAS",
+        help="Added to the logit of a token, as in 15043+1 or 15043-inf; may be repeated (default: none).",
+    ),
 ]
 SeedOption = Annotated[int, option("-s", "--seed", help="Seed of sampling; -1: a new one for each run.")]
 SystemOption = Annotated[

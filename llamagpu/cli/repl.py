@@ -40,7 +40,8 @@ ALIASES = {"/quit": "/exit", "/bye": "/exit"}
 WITH_TEXT = ("/edit", "/system", "/set", "/save", "/load")
 NO_STATS = "nothing was answered yet"
 INTEGERS = ("top_k", "repeat_last_n", "seed", "max_tokens")
-SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed", "max_tokens")
+PENALTIES = ("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", *PENALTIES, "seed", "max_tokens")
 
 
 def turns(count: int) -> str:
