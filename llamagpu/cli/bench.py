@@ -133,6 +133,7 @@ def bench(
     if n_parallel:
         from llamagpu.cli.bench_parallel import parallel
 
+        choice(output, ("csv", "json", "jsonl", "md"), "-o")
         for name, value in (("-d", n_depth), ("-oe", output_err != "none"), ("--plot", plot)):
             if value:
                 raise Usage(f"--parallel does not take {name}", "leave one of them out")

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from llamagpu.cli.bench import choice
 from llamagpu.cli.terminal import Usage, interruptible, progress_line, status_line, write
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ def parallel(
     from llamagpu.cli.bench_progress import source_name
     from llamagpu.engine.step_inputs import MAX_SEGMENTS
 
-    choice(output, ("csv", "json", "jsonl", "md"), "-o")
     if max(widths) > MAX_SEGMENTS:
         raise Usage(f"--parallel {max(widths)}: a step has {MAX_SEGMENTS} sequences at most", "give fewer")
     found: list[Row] = []
