@@ -56,7 +56,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let p0 = workgroup.y * KV_TILE;
   let last = segment.w + segment.y - 1u;
   let seen = select(0u, segment.w + 1u - min(WINDOW, segment.w + 1u), WINDOW > 0u);  // the first position that a row sees
-  if (p0 > last || p0 + KV_TILE <= seen) { return; }
+  if (segment.y == 0u || p0 > last || p0 + KV_TILE <= seen) { return; }
   let base = workgroup.x * step.capacity;
   let page = cell_of(segment.z, p0);
   let record = 4u * RECORD * (workgroup.x * ((step.capacity + PAGE - 1u) / PAGE) + page / PAGE);

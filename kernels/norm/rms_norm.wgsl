@@ -12,7 +12,7 @@ const WORKGROUP: u32 = 64u;
 @group(0) @binding(8) var<uniform> step: Step;
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) index: u32) {
-  let source = select(workgroup.x, step.segment[workgroup.x].x + step.segment[workgroup.x].y - 1u, LAST_ROWS) * WIDTH;
+  let source = select(workgroup.x, max(step.segment[workgroup.x].x + step.segment[workgroup.x].y, 1u) - 1u, LAST_ROWS) * WIDTH;
   let into = workgroup.x * WIDTH;
   var squares = 0.0;
   for (var i = index; i < WIDTH; i += WORKGROUP) { let v = x[source + i]; squares += v * v; }

@@ -14,7 +14,7 @@ const ITERATIONS: u32 = (WIDTH / 8u + WORKGROUP - 1u) / WORKGROUP;  // an invoca
 @group(0) @binding(8) var<uniform> step: Step;
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) index: u32) {
-  let row = select(workgroup.x, step.segment[workgroup.x].x + step.segment[workgroup.x].y - 1u, LAST_ROWS);
+  let row = select(workgroup.x, max(step.segment[workgroup.x].x + step.segment[workgroup.x].y, 1u) - 1u, LAST_ROWS);
   var v: array<mat2x4<f32>, ITERATIONS>;
   var weight: array<mat2x4<f32>, ITERATIONS>;  // loaded with x, not after the sum: one wait for memory instead of two
   var squares = 0.0;

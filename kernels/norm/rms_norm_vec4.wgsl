@@ -13,7 +13,7 @@ const ITERATIONS: u32 = (WIDTH / 4u + WORKGROUP - 1u) / WORKGROUP;  // an invoca
 @group(0) @binding(8) var<uniform> step: Step;
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) index: u32) {
-  let source = select(workgroup.x, step.segment[workgroup.x].x + step.segment[workgroup.x].y - 1u, LAST_ROWS) * (WIDTH / 4u);
+  let source = select(workgroup.x, max(step.segment[workgroup.x].x + step.segment[workgroup.x].y, 1u) - 1u, LAST_ROWS) * (WIDTH / 4u);
   let into = workgroup.x * (WIDTH / 4u);
   var v: array<vec4<f32>, ITERATIONS>;
   var weight: array<vec4<f32>, ITERATIONS>;  // loaded with x, not after the sum: one wait for memory instead of two

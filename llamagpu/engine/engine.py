@@ -48,7 +48,7 @@ class Engine:
         probe: bool = True,
     ) -> None:
         fitting = routes.max_chunk(max(config.dim, config.q_width, config.ffn_dim), gpu.caps)
-        settings = replace(settings, chunk=min(settings.chunk, settings.context, MAX_ROWS, fitting))
+        settings = replace(settings, chunk=min(settings.chunk, settings.context * settings.slots, MAX_ROWS, fitting))
         self.gpu, self.config, self.weights, self.settings = gpu, config, weights, settings
         self.freq_factors, self.freed = freq_factors, False
         self.recorder = Recorder(gpu)

@@ -156,7 +156,8 @@ def resolve(options: EngineOptions, source: ModelSource, gpu: Gpu) -> Settings:
         context = min(context, held)
         capacity = held if options.kv_memory else context
     chunk = options.chunk or routes.default_chunk(caps, precision is Precision.FAST, textures)
-    return Settings(precision, kv_type, backend, min(chunk, context), context, capacity, options.parallel)
+    chunk = min(chunk, capacity, context * options.parallel)
+    return Settings(precision, kv_type, backend, chunk, context, capacity, options.parallel)
 
 
 def positions_in(options: EngineOptions, c: ModelConfig, kv_type: KvType, backend: Backend, gpu: Gpu) -> int:

@@ -138,6 +138,7 @@ class Model(ABC):
         in x already: the sampling kernel looked them up.
         """
         width = self.plan_width(rows)
+        segments = self.plan_segments(segments)
         key = PlanKey(PlanKind.STEP, width, self.context_bucket(width, position), embed, segments)
         return self._cached(key, lambda: self.step_dispatches(key, position))
 
@@ -179,6 +180,9 @@ class Model(ABC):
 
     def plan_width(self, rows: int) -> int:
         return rows
+
+    def plan_segments(self, segments: int) -> int:
+        return segments
 
     @abstractmethod
     def context_bucket(self, width: int, position: int) -> int: ...
@@ -319,6 +323,10 @@ class BufferModel(Model):
 
     def plan_width(self, rows: int) -> int:
         return min(self.chunk, routes.plan_width(rows, self.chunk))
+
+    def plan_segments(self, segments: int) -> int:
+        """A power of two: few plans do for all numbers of sequences, and a segment without rows costs nothing."""
+        return min(1 << (segments - 1).bit_length(), self.settings.slots, self.chunk)
 
     def context_bucket(self, width: int, position: int) -> int:
         """The context bucket: all its positions have the same plan. 0 if attention is the same for all."""

@@ -71,7 +71,7 @@ class Dispatch:
     @cached_property
     def checked_source(self) -> str:
         """With a check of the subgroup size, for a kernel that relies on it. A fused kernel has one of its own."""
-        uses = self.kernel != "fused_layers" and shaders.SUBGROUP_OPERATION.search(self.source)
+        uses = self.kernel != "fused_layers" and shaders.uses_subgroups(self.source)
         return shaders.check_subgroups(self.source, self.gpu.caps.subgroup) if uses else self.source
 
     @cached_property
@@ -343,7 +343,7 @@ class Gpu:
             stage = {"module": module, "entry_point": "main"}
             self.pipelines[source] = self.device.create_compute_pipeline(layout="auto", compute=stage, label=label)
             self.compile_seconds += time.perf_counter() - started
-            self.unproven |= bool(shaders.SUBGROUP_OPERATION.search(source))
+            self.unproven |= shaders.uses_subgroups(source)
         return self.pipelines[source]
 
     def dispatch(

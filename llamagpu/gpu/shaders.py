@@ -89,14 +89,26 @@ def constants(name: str) -> dict[str, int]:
     """The u32 constants of a kernel file that are plain numbers: tile sizes are read from the file, never typed
     twice.
     """
+    return dict(_constants(name))
+
+
+@cache  # as everything that a plan asks for, for each of its dispatches
+def _constants(name: str) -> dict[str, int]:
     return {n: int(v[:-1]) for n, wgsl_type, v in CONST.findall(read(name)) if wgsl_type == "u32" and v[:-1].isdigit()}
 
 
-def binding_numbers(source: str) -> dict[str, int]:
+@cache
+def binding_numbers(source: str) -> Mapping[str, int]:
     """Name -> binding number, so that bind groups are built by name."""
     return {name: int(number) for number, _, name in BINDING.findall(source)}
 
 
+@cache
+def uses_subgroups(source: str) -> bool:
+    return SUBGROUP_OPERATION.search(source) is not None
+
+
+@cache
 def check_subgroups(source: str, lanes: int) -> str:
     """The kernel, with a check that its subgroups have `lanes` lanes; the word `status` tells if they have not.
 
