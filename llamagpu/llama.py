@@ -122,7 +122,7 @@ class Llama:
         `context`: positions; None takes the model's context, or what the KV cache holds.
         `kv_memory`: MiB for the KV cache; None takes what `context` needs, without it 2048 at most, on a CPU 512.
         `parallel`: generations that share a step at most; more of them wait.
-        `chunk`: tokens of one prefill step at most. `kv_type`: "f16" or "f32". `precision`: "fast" or "high".
+        `chunk`: tokens of one prefill step at most. `kv_type`: "f16", "f32" or "q8_0". `precision`: "fast" or "high".
         None lets the adapter decide. `on_plan` gets the memory plan before anything is allocated.
         """
         gpu = device if isinstance(device, Gpu) else None

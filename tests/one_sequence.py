@@ -95,8 +95,8 @@ def reserve(engine: Engine, slot: int, positions: int) -> TokenSequence:
 
 def reference_of(run: OneSequence, path: Path) -> Reference:
     """A reference that rounds what the engine rounds."""
-    model, kv_f16 = run.model, run.engine.settings.kv_type is KvType.F16
-    return Reference(GgufFile(path), kv_f16=kv_f16, int8_decode=model.int8_decode, int8_prefill=model.int8_prefill)
+    model, kv_type = run.model, run.engine.settings.kv_type
+    return Reference(GgufFile(path), kv_type=kv_type, int8_decode=model.int8_decode, int8_prefill=model.int8_prefill)
 
 
 def token_ids(count: int, seed: int = 0) -> list[int]:

@@ -13,9 +13,9 @@ EMBEDDING = "token_embd"
 class Reference:
     """One sequence with its KV cache.
 
-    It rounds what the device stores as f16, so that only the error of the arithmetic is left: F32 and BF16 matrices
-    (unless `exact`), and with `kv_f16` keys and values. `int8_decode` rounds the inputs of linears of one row, which
-    the output matrix always is, to 1/127 of the largest of each 32; `int8_prefill` rounds those of several rows.
+    It rounds what the device rounds, so that only the error of the arithmetic is left: F32 and BF16 matrices to f16
+    (unless `exact`), keys and values to `kv_type`, f16 or q8_0. `int8_decode` rounds the inputs of linears of one row,
+    which the output matrix always is, to 1/127 of the largest of each 32; `int8_prefill` those of several rows.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class Reference:
         file: GgufFile,
         *,
         exact: bool = False,
-        kv_f16: bool = False,
+        kv_type: str = "f32",
         int8_decode: bool = False,
         int8_prefill: bool = False,
     ) -> None:
@@ -36,7 +36,7 @@ class Reference:
         self.eps = meta[f"{arch}.attention.layer_norm_rms_epsilon"]
         self.window = meta.get(f"{arch}.attention.sliding_window", 0) if arch == "llama" else 0
         self.neox = arch == "qwen2"
-        self.exact, self.kv_type = exact, np.float16 if kv_f16 else np.float64
+        self.exact, self.kv_type = exact, kv_type
         self.int8_decode, self.int8_prefill = int8_decode, int8_prefill
         self.w = {name: self.load(tensor) for name, tensor in file.tensors.items()}
         dims = meta.get(f"{arch}.rope.dimension_count", self.head_dim)
@@ -88,9 +88,9 @@ class Reference:
         def heads(part: str) -> np.ndarray:  # [heads, m, head_dim]
             return self.linear(h, f"blk.{i}.attn_{part}").reshape(len(h), -1, self.head_dim).swapaxes(0, 1)
 
-        q, k = self.rotate(heads("q"), pos), self.rotate(heads("k"), pos).astype(self.kv_type)
+        q, k = self.rotate(heads("q"), pos), rounded(self.rotate(heads("k"), pos), self.kv_type)
         k = self.keys[i] = np.concatenate([self.keys[i], k], axis=1)
-        v = self.values[i] = np.concatenate([self.values[i], heads("v").astype(self.kv_type)], axis=1)
+        v = self.values[i] = np.concatenate([self.values[i], rounded(heads("v"), self.kv_type)], axis=1)
         y = attention(q, k, v, pos, self.window)
         return self.linear(y.swapaxes(0, 1).reshape(len(h), -1), f"blk.{i}.attn_output")
 
@@ -102,6 +102,15 @@ class Reference:
         out[..., a] = x[..., a] * np.cos(angle) - x[..., b] * np.sin(angle)
         out[..., b] = x[..., a] * np.sin(angle) + x[..., b] * np.cos(angle)
         return out
+
+
+def rounded(x: np.ndarray, kv_type: str) -> np.ndarray:
+    """Keys or values [..., head_dim]; q8_0 rounds to 1/127 of the largest of each 32, and that to f16."""
+    if kv_type != "q8_0":
+        return x.astype(np.float16 if kv_type == "f16" else np.float64)
+    blocks = x.reshape(-1, 32)
+    step = np.abs(blocks).max(axis=1, keepdims=True) / 127
+    return (np.rint(blocks / step) * step.astype(np.float16)).reshape(x.shape)
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: np.ndarray, window: int) -> np.ndarray:

@@ -558,12 +558,12 @@ def test_two_outputs_and_details(measure: Runner) -> None:  # noqa: F811
 
 
 def test_a_file(measure: Runner, tmp_path: Any) -> None:  # noqa: F811
-    path = tiny_llama(tmp_path / "m.gguf", context=256)
-    both = ["-ctk", "f16,f32", "-ctv", "f16,f32"]
+    path = tiny_llama(tmp_path / "m.gguf", context=256, head_dim=32)
+    both = ["-ctk", "q8_0,f32", "-ctv", "q8_0,f32"]
     result = measure("bench", "-m", path, "-p", "4", "-n", "3", *both, "-d", "3", "-r", "1", "-o", "json", "-q")
     assert result.code == 0
     rows = result.json
-    assert [(r["n_prompt"], r["type_k"]) for r in rows] == [(4, "f16"), (0, "f16"), (4, "f32"), (0, "f32")]
+    assert [(r["n_prompt"], r["type_k"]) for r in rows] == [(4, "q8_0"), (0, "q8_0"), (4, "f32"), (0, "f32")]
     assert {r["model_filename"] for r in rows} == {str(path)}
     assert all(r["model_size"] < path.stat().st_size and r["gpu_bytes_peak"] > 0 for r in rows)
 
@@ -582,7 +582,7 @@ def test_too_little_memory_is_said_before_the_first_row(measure: Runner, monkeyp
         (["--delay", "inf"], 2),
         (["-pg", "5"], 2),
         (["-o", "xml"], 2),
-        (["-ctk", "q8_0"], 2),
+        (["-ctk", "q4_0"], 2),
         (["-ctk", "f16", "-ctv", "f32"], 2),
         (["-r", "0"], 2),
         (["--synthetic", "nope"], 2),

@@ -218,7 +218,7 @@ def test_version(run):
         (["generate", "-p", "x", "-n", "-2"], "-n -2: it must be at least -1"),
         (["generate", "-p", "x", "-n", "many"], "-n many: it must be a whole number"),
         (["generate", "-p", "x", "--precision", "low"], "--precision: 'low' is not one of 'fast', 'high'"),
-        (["generate", "-p", "x", "-ctk", "q8_0"], "-ctk: 'q8_0' is not one of"),
+        (["generate", "-p", "x", "-ctk", "q4_0"], "-ctk: 'q4_0' is not one of 'f16', 'f32', 'q8_0'"),
         (["generate", "-m"], "option '-m' requires an argument"),
         (["models", "pull"], "missing argument 'NAME'"),
         (["perplexity", "-c", "7", "-f", "x"], "-c 7: it must be at least 8"),
@@ -382,6 +382,12 @@ def test_software_adapter_is_named_once(run, gpu, model):
 def test_f16_cache_on_a_software_adapter_gets_a_warning(run, gpu, model, cache):
     result = run("generate", "-p", "a", "-n", 1, "-m", model, "-ctk", cache, *RANDOM)
     assert ("several times as slow" in result.err) == (gpu.software and cache == "f16")
+
+
+def test_q8_0_cache_of_heads_that_it_cannot_hold(run, model):
+    result = run("generate", "-p", "a", "-n", 1, "-m", model, "-ctk", "q8_0")
+    assert result.code == 4 and "a scale for every 32 dimensions, and this model's heads have 16" in result.err
+    assert "use -ctk f16" in result.err
 
 
 def test_verbose(run, gpu, model):

@@ -101,6 +101,14 @@ def test_fused_decode(fused_gpu, tmp_path, name, precision):
     check_against_reference(run, path)
 
 
+def test_a_q8_0_cache(fused_gpu, tmp_path):
+    """Attention stores the keys and values; rows that share a step are not fused."""
+    path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
+    run = load_one(fused_gpu, path, kv_type=KvType.Q8_0)
+    assert fused_kernels(run) == 1 and list(fused_of(run).compiled) == [1]
+    check_against_reference(run, path)
+
+
 LACKING = (("0.attn_q", "0.attn_k", "0.attn_v"), ("0.attn_output",), ("1.ffn_down",))
 
 

@@ -28,8 +28,10 @@ from kernel_cases import (
 from reference import assert_close
 
 from llamagpu.engine import baselines, routes
+from llamagpu.engine.kv_cache import head_values
 from llamagpu.engine.ops import AttentionBuffers, AttentionMode
 from llamagpu.engine.options import KvType
+from llamagpu.engine.pages import PAGE
 from llamagpu.engine.routes import Attention, Table
 from llamagpu.engine.step_inputs import Segment
 from llamagpu.verify.reference import (
@@ -39,10 +41,12 @@ from llamagpu.verify.reference import (
     Bound,
     Floats,
     blocks_of_planes,
+    cache_bytes,
     dequantise_blocks,
     fits,
     ops_at,
     random,
+    round_kv,
 )
 from llamagpu.verify.reference import only as always
 
@@ -67,10 +71,6 @@ class Heads:
     def main(self) -> bool:
         return self.head_dim == 64
 
-    @property
-    def dtype(self):
-        return np.float32 if self.kv_type is KvType.F32 else np.float16
-
     def shape(self, m: int, splits: int = 1) -> Attention:
         return Attention(m, self.heads, self.kv_heads, self.head_dim, self.window, self.head_dim**-0.5, splits)
 
@@ -78,7 +78,7 @@ class Heads:
         return fits(route, self.shape(self.m), caps)
 
 
-KV_F16, KV_F32 = KvType.F16, KvType.F32
+KV_F16, KV_F32, KV_Q8_0 = KvType
 HEADS = (
     Heads(64, 4, 2, KV_F16),
     Heads(64, 8, 1, KV_F16, window=16),
@@ -88,6 +88,8 @@ HEADS = (
     Heads(48, 2, 1, KV_F32, window=100),
     Heads(80, 8, 1, KV_F32),
     Heads(260, 1, 1, KV_F32),
+    Heads(64, 4, 2, KV_Q8_0, window=100),
+    Heads(96, 6, 2, KV_Q8_0),
     Heads(6, 8, 2, KV_F16),
     Heads(6, 2, 2, KV_F32),
     Heads(6, 2, 1, KV_F16, window=3),
@@ -95,7 +97,7 @@ HEADS = (
 ATTEND = runs(
     (*routes.ATTEND, baselines.ATTEND_STRIDED),
     [replace(case, m=m) for case in HEADS for m in (1, 33)] + [replace(case, m=8) for case in HEADS[:3]],
-    at_minimum=lambda case: case.head_dim == 48,
+    at_minimum=lambda case: case.head_dim in (48, 96),
 )
 CAPACITY = 240
 MOST = 33
@@ -129,12 +131,13 @@ def test_attend_with_many_heads_per_kv_head(gpu, case):
 
 def check_attend(gpu, case: Heads, table: Table[Attention], steps: Sequence[Sequence[Segment]]) -> str:
     """Run the case, check its results and guards; return the kernel's name."""
-    rng, d, dtype = random(case.name), case.head_dim, case.dtype
+    rng, d = random(case.name), case.head_dim
     q = rng.standard_normal((MOST, case.heads, d)).astype(np.float32)
     cache = (SLOTS, case.kv_heads, CAPACITY, d)
     # keys of unequal size, so that some positions dominate; numbers that the cache holds exactly
-    k = same_first_page((rng.standard_normal(cache) * rng.uniform(0, 3, (SLOTS, 1, CAPACITY, 1))).astype(dtype))
-    v = same_first_page(rng.standard_normal(cache).astype(dtype))
+    sizes = rng.uniform(0, 3, (SLOTS, 1, CAPACITY, 1))
+    k = same_first_page(round_kv(rng.standard_normal(cache) * sizes, case.kv_type))
+    v = same_first_page(round_kv(rng.standard_normal(cache), case.kv_type))
     y, stats = gpu.zeros((MOST + 1) * case.heads * d * 4, "y"), gpu.zeros(MOST * case.heads * 8, "stats")
     step = Steps(gpu, CAPACITY, SLOTS)
     buffers = AttentionBuffers(gpu.upload(q, "q"), *empty_caches(gpu, step, case), y, stats)
@@ -143,8 +146,7 @@ def check_attend(gpu, case: Heads, table: Table[Attention], steps: Sequence[Sequ
     for segments in steps:
         m = len(per_row(segments))
         step.write(*segments)
-        gpu.write(buffers.keys, step.paged(k, segments))
-        gpu.write(buffers.values, step.paged(v, segments))
+        write_caches(gpu, step, case, (buffers.keys, k), (buffers.values, v), segments)
         fill(gpu, y, MOST + 1, case.heads, d)
         run(gpu, [with_grid(dispatch, segments)], m)
         got = gpu.read(y, np.float32, (MOST + 1) * case.heads * d).reshape(MOST + 1, case.heads, d)
@@ -154,8 +156,14 @@ def check_attend(gpu, case: Heads, table: Table[Attention], steps: Sequence[Sequ
 
 
 def empty_caches(gpu, step: Steps, case: Heads):
-    size = case.kv_heads * step.table.capacity * case.head_dim * np.dtype(case.dtype).itemsize
+    size = case.kv_heads * step.table.capacity * case.kv_type.head_bytes(case.head_dim)
     return gpu.zeros(size, "k"), gpu.zeros(size, "v")
+
+
+def write_caches(gpu, step: Steps, case: Heads, keys, values, segments: Sequence[Segment]) -> None:
+    """Pairs of buffers and numbers of each sequence."""
+    for buffer, numbers in (keys, values):
+        gpu.write(buffer, cache_bytes(step.paged(numbers, segments), case.kv_type))
 
 
 def with_grid(dispatch, segments: Sequence[Segment]):
@@ -168,7 +176,7 @@ def attend_data(case: Heads, rows: int) -> tuple[Array, Array, Array]:
     rng = random(case.name)
     k, v = rng.standard_normal((2, SLOTS, case.kv_heads, CAPACITY, case.head_dim))
     q = rng.standard_normal((rows, case.heads, case.head_dim)).astype(np.float32)
-    return q, same_first_page(k.astype(case.dtype)), same_first_page(v.astype(case.dtype))
+    return q, same_first_page(round_kv(k, case.kv_type)), same_first_page(round_kv(v, case.kv_type))
 
 
 def check_attended(got: Array, want: Floats, int8_out: bool, bounds: Bound) -> None:
@@ -184,7 +192,7 @@ def result_words(case: Heads, rows: int, int8_out: bool) -> int:
     return rows * case.heads * case.head_dim * (INT8_BLOCK.itemsize // 4 if int8_out else 32) // 32
 
 
-SPLIT = (Heads(64, 2, 1, KV_F32), Heads(128, 4, 2, KV_F16, window=150))
+SPLIT = (Heads(64, 2, 1, KV_F32), Heads(128, 4, 2, KV_F16, window=150), Heads(128, 4, 2, KV_Q8_0))
 SPLIT_STEPS = [
     *([segment(1, position, 1)] for position in (0, 1, 14, 63, 200, 239)),
     *([segment(2, position, rows)] for rows, position in ((3, 0), (3, 63), (2, 200))),
@@ -210,8 +218,7 @@ def test_attend_in_splits(gpu, case, splits, int8_out):
         m = len(per_row(segments))
         size = result_words(case, m, int8_out)
         step.write(*segments)
-        gpu.write(ks, step.paged(k, segments))
-        gpu.write(vs, step.paged(v, segments))
+        write_caches(gpu, step, case, (ks, k), (vs, v), segments)
         y = gpu.upload(np.full(size + 4, GUARD, np.float32), "y")
         shape = case.shape(1 if m == 1 else 4, splits)
         buffers = AttentionBuffers(qs, ks, vs, y if splits == 1 else partial, stats)
@@ -239,6 +246,81 @@ def in_process_with_lanes(gpu, lanes: int, tests: str) -> None:
     if done.returncode == other:
         pytest.skip(f"the adapter does not have {lanes} lanes")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+STORED = (Heads(64, 4, 2, KV_Q8_0), Heads(96, 3, 3, KV_Q8_0), Heads(32, 1, 1, KV_Q8_0))
+
+
+@covers("store_kv")
+@pytest.mark.parametrize("any_gpu", ["full", "minimum"], indirect=True)
+@pytest.mark.parametrize("case", STORED, ids=lambda case: case.name)
+def test_store_kv(any_gpu, case):
+    """Keys and values of any sequences, rounded to int8 in the cells of their rows; all other cells stay."""
+    gpu, d, step = any_gpu, case.head_dim, Steps(any_gpu, CAPACITY, SLOTS)
+    kv = random(case.name).standard_normal((MOST, 2, case.kv_heads, d)).astype(np.float32)
+    kv[0, 0], kv[1, 1] = 0, 1e-7 * kv[1, 1]  # all zero; smaller than any scale
+    rows, caches = gpu.upload(kv, "rows"), empty_caches(gpu, step, case)
+    for segments in STEPS[1][2:3] + STEPS[33][-2:]:
+        m = len(per_row(segments))
+        step.write(*segments)
+        for cache in caches:
+            gpu.write(cache, np.full(cache.size, 0x5A, np.uint8))
+        run(gpu, [step.ops.store_kv(case.shape(1 if m == 1 else MOST), rows, *caches)], m)
+        cells = [step.table.cells(slot, np.array(position)) for slot, position in per_row(segments)]
+        for cache, numbers in zip(caches, kv[:m].swapaxes(0, 1), strict=True):
+            check_stored(gpu, cache, case, cells, numbers)
+
+
+def check_stored(gpu, cache, case: Heads, cells, numbers: Array) -> None:
+    """`numbers` [cells, kv_heads, d] are in these cells of a q8_0 cache, and 0x5A in all others."""
+    d = case.head_dim
+    pages = gpu.read(cache, np.uint8, cache.size).reshape(case.kv_heads, -1, PAGE * case.kv_type.head_bytes(d))
+    got = np.array([[head_values(page, case.kv_type, d) for page in head] for head in pages])
+    stored = got.reshape(case.kv_heads, -1, d)[:, cells].swapaxes(0, 1).reshape(len(cells), -1, 32)
+    blocks = numbers.astype(np.float64).reshape(stored.shape)
+    step = np.abs(blocks).max(axis=2, keepdims=True) / 127
+    largest = 0.501 * step + 127 * (2.0**-11 * step + 2.0**-25)  # of rounding the number, then the f16 scale
+    assert (np.abs(stored - blocks) <= largest).all()
+    assert_close(stored.reshape(numbers.shape), round_kv(numbers, case.kv_type), 1e-6, 1e-2)  # few ties
+    planes = np.split(pages, [PAGE * d], axis=2)
+    for plane in planes:
+        by_cell = plane.reshape(case.kv_heads, -1, plane.shape[2] // PAGE).copy()
+        by_cell[:, cells] = 0x5A
+        assert (by_cell == 0x5A).all(), "wrote outside its cells"
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("case", [Heads(64, 4, 2, KV_Q8_0, window=70), Heads(128, 2, 1, KV_Q8_0)], ids=lambda c: c.name)
+def test_attend_split_stores_its_own_row(gpu, case, splits):
+    """The key and value of the row's own position are in no cell yet: attention quantises, uses and stores them."""
+    route = next(route for route in routes.ATTEND if route.kernel == "attend_split")
+    table, d, step = only(gpu, route, case), case.head_dim, Steps(gpu, CAPACITY, SLOTS)
+    q, k, v = attend_data(case, 1)
+    mode, shape = AttentionMode(case.kv_type, own_row=True), case.shape(1, splits)
+    partial = gpu.zeros(case.heads * splits * d * 4, "partial")
+    stats, y = gpu.zeros(case.heads * splits * 8, "stats"), gpu.zeros(q.nbytes, "y")
+    caches = empty_caches(gpu, step, case)
+    for position in (0, 63, 64, 200):
+        segments = [segment(1, position, 1)]
+        step.write(*segments)
+        [cell] = step.table.cells(1, np.array([position]))
+        own = np.stack([numbers[1, :, position] for numbers in (k, v)]).astype(np.float32)
+        for cache, numbers in zip(caches, (k, v), strict=True):
+            paged = step.paged(numbers, segments)
+            paged[:, cell] = 1e4
+            gpu.write(cache, cache_bytes(paged, case.kv_type))
+        before = [gpu.read(cache, np.uint8, cache.size) for cache in caches]
+        out = y if splits == 1 else partial
+        buffers = AttentionBuffers(gpu.upload(q, "q"), *caches, out, stats, kv_rows=gpu.upload(own, "rows"))
+        plan = step.ops.attend(shape, buffers, mode, table)
+        if splits > 1:
+            plan.append(step.ops.attend_merge(shape, partial, stats, y, False))
+        run(gpu, plan, 1)
+        want = attended(q, k, v, segments, case.window)
+        assert_close(gpu.read(y, np.float32, q.size).reshape(q.shape), want, *F32, f"{position}")
+        for cache, numbers, old in zip(caches, (k, v), before, strict=True):
+            want_bytes = cache_bytes(step.paged(numbers, segments), case.kv_type)
+            assert (gpu.read(cache, np.uint8, cache.size) == want_bytes).all() and (old != want_bytes).any()
 
 
 TILE = (Heads(64, 6, 2, KV_F16), Heads(64, 2, 1, KV_F32, window=40), Heads(32, 4, 1, KV_F16))
@@ -271,8 +353,7 @@ def check_tiles(
         m = len(per_row(segments))
         size = result_words(case, m, int8_out)
         step.write(*segments)
-        gpu.write(ks, step.paged(k, segments))
-        gpu.write(vs, step.paged(v, segments))
+        write_caches(gpu, step, case, (ks, k), (vs, v), segments)
         y = gpu.upload(np.full(size + 4, GUARD, np.float32), "y")
         buffers = AttentionBuffers(qs, ks, vs, y if shape.splits == 1 else partial, stats, int8_kv)
         plan = [with_grid(dispatch, segments) for dispatch in make.attend(shape, buffers, mode, table)]
@@ -299,6 +380,7 @@ LARGE, SMALL = (route for route in routes.ATTEND if route.kernel == "attend_int8
 INT8 = [
     pytest.param("full", LARGE, Heads(64, 12, 2, KV_F16), 3, False, id="splits"),  # 21 tokens to a tile; empty splits
     pytest.param("full", SMALL, Heads(128, 2, 1, KV_F32, window=40), 1, True, id="window"),
+    pytest.param("full", SMALL, Heads(64, 4, 2, KV_Q8_0), 1, False, id="q8_0"),
 ]
 
 

@@ -305,7 +305,7 @@ def test_epilogue_add_and_swiglu(gpu, route, epilogue):
         assert (got[m:] == before[m:]).all(), f"{m} rows: wrote behind the last"
 
 
-@pytest.mark.parametrize("kv_type", KvType, ids=lambda kv_type: f"kv_{kv_type}")
+@pytest.mark.parametrize("kv_type", [KvType.F16, KvType.F32], ids=lambda kv_type: f"kv_{kv_type}")
 @pytest.mark.parametrize("route", STORE_ROUTES, ids=lambda route: route.kernel)
 def test_epilogue_qkv(gpu, route, kv_type):
     """q is rotated and stored. k, rotated, and v go to the slot and position of their row, and nowhere else."""
@@ -347,6 +347,16 @@ def test_epilogue_qkv(gpu, route, kv_type):
             assert_close(here, heads, *(F32 if kv_type is KvType.F32 else ROUNDED_F16), f"{name}, {segments}")
             cache[:, cells] = GUARD
             assert (cache == GUARD).all(), f"{name}, {segments}: wrote outside its positions"
+        if kv_type is KvType.F16:
+            continue
+        # a q8_0 cache gets its keys and values from another kernel: here they stay f32, by row
+        rows_f32 = gpu.zeros((most + 1) * 24 * 4, "kv_rows")
+        fill(gpu, rows_f32, most + 1, 24)
+        output = ops.qkv(c, matrix, replace(buffers, kv_rows=rows_f32), KvType.Q8_0, one_segment)
+        run(gpu, make.linear(given.x, matrix, 1 if m == 1 else most, output, table=table), m)
+        got = gpu.read(rows_f32, np.float32, (most + 1) * 24).reshape(-1, 4, 6)
+        assert_close(got[:m], rows[:, 8:], *F32, f"rows of a q8_0 cache, {segments}")
+        assert (got[m:] == GUARD).all()
 
 
 @pytest.mark.parametrize("route", [r for r in STORE_ROUTES if r.grid is not routes.tile_grid], ids=lambda r: r.kernel)

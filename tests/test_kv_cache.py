@@ -37,7 +37,11 @@ def last_logits(run: OneSequence, path: Path, ids: list[int]) -> np.ndarray:
 
 def test_kernels_have_pages_of_the_same_size():
     assert (
-        constants("pages")["PAGE"] == constants("quantise_kv")["KV_TILE"] == constants("attend_int8")["KV_TILE"] == PAGE
+        constants("pages")["PAGE"]
+        == constants("kv_q8_0")["PAGE"]
+        == constants("quantise_kv")["KV_TILE"]
+        == constants("attend_int8")["KV_TILE"]
+        == PAGE
     )
     assert constants("attend")["WORKGROUP"] == constants("attend_strided")["WORKGROUP"] == PAGE
     assert PAGE % constants("attend_tile")["KV_TILE"] == 0

@@ -366,6 +366,7 @@ def test_refused_prompts(llama, prompt, options, error, cause):
     [
         ({"context": 257}, DoesNotFit, "trained for 256"),
         ({"kv_type": "q8"}, LlamaGpuError, "kv_type is 'q8'"),
+        ({"kv_type": "q8_0"}, LlamaGpuError, "heads have 16"),
         ({"precision": "low"}, LlamaGpuError, "precision is 'low'"),
     ],
 )

@@ -15,6 +15,7 @@ from gguf_builder import tiny_llama, tiny_parts, write_gguf
 
 from llamagpu import Llama
 from llamagpu.engine import routes
+from llamagpu.engine.kv_cache import position_bytes
 from llamagpu.engine.load import ModelSource, load_model, plan_memory
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision, Settings
 from llamagpu.engine.synthetic import SyntheticFile, fitting_type, synthetic_config
@@ -61,11 +62,17 @@ def check_plan(gpu: Any, path: Path, **options: Any) -> None:
         assert gpu.allocated_bytes == before and caught.value.remedy
 
 
-def test_the_plan_of_a_synthetic_model(gpu):
+@pytest.mark.parametrize("kv_type", [None, KvType.Q8_0])
+def test_the_plan_of_a_synthetic_model(gpu, kv_type):
     before = gpu.allocated_bytes
-    loaded = load_model("tiny:q4_k_m", EngineOptions(), gpu=gpu)
+    loaded = load_model("tiny:q4_k_m", EngineOptions(kv_type=kv_type), gpu=gpu)
     used = gpu.allocated_bytes - before
     assert loaded.memory.total <= used <= loaded.memory.total + LAYER_TABLES
+
+
+def test_a_q8_0_cache_has_half_the_size_of_f16():
+    config = synthetic_config("llama-3.1-8b")
+    assert [position_bytes(config, kv_type) >> 10 for kv_type in KvType] == [128, 256, 68]
 
 
 @pytest.mark.parametrize("precision", list(Precision))

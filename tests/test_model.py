@@ -35,6 +35,8 @@ from llamagpu.gpu.recorder import Pending, Plan, Step
 F32 = (1e-10, 1e-5)
 # The reference rounds keys and values to f16 as well; a few near a tie round differently.
 F16_CACHE = (1e-8, 1e-4)
+Q8_0_CACHE = (1e-6, 3e-3)  # likewise to int8
+CACHE_BOUNDS = {KvType.F32: F32, KvType.F16: F16_CACHE, KvType.Q8_0: Q8_0_CACHE}
 # int8 activations: the reference rounds to the same 1/127, and again a few round differently. One is enough for
 # 9e-5 and 1e-2 in these models (the reference changes as much when its inputs change by 2e-7), several gave 3.4e-4 on a
 # GPU. A wrong scale or a lost group gives more than 1e-2.
@@ -49,10 +51,9 @@ def check_against_reference(run: OneSequence, path: Path) -> None:
     """A prompt of 13 tokens, three single steps, and 14 more at once. (2 to 8 rows have other kernels, which take
     long to compile: see test_chunks_make_no_difference.)"""
     ids, reference = token_ids(30), reference_of(run, path)
-    f16_cache = run.engine.settings.kv_type is KvType.F16
     rounded = run.model.weights.layers[0].qkv.shards[0].layout.storage is Storage.F16
     int8 = INT8_WEIGHTS if rounded else INT8
-    bounds = int8 if run.model.int8_decode else F16_CACHE if f16_cache else F32
+    bounds = int8 if run.model.int8_decode else CACHE_BOUNDS[run.engine.settings.kv_type]
     for start, end in ((0, 13), (13, 14), (14, 15), (15, 16), (16, 30)):
         want = reference.forward(ids[start:end])[-1]
         assert_close(run.logits_after(ids[start:end]), want, *bounds, f"tokens {start} to {end}")
@@ -135,6 +136,19 @@ def test_model(gpu, tmp_path, name):
 def test_f16_cache(gpu, tmp_path, name):
     path = tiny_llama(tmp_path / "m.gguf", **MODELS[name])
     check_against_reference(load_one(gpu, path, kv_type=KvType.F16), path)
+
+
+# heads of 32 have no attend_split, which stores the key and value of a single row
+Q8_0_MODELS = {"head_dim 32": MODELS["head_dim 64"] | {"head_dim": 32}, "head_dim 64": MODELS["head_dim 64"]}
+
+
+@pytest.mark.parametrize("name", Q8_0_MODELS)
+def test_q8_0_cache(gpu, tmp_path, name):
+    path = tiny_llama(tmp_path / "m.gguf", **Q8_0_MODELS[name])
+    run = load_one(gpu, path, kv_type=KvType.Q8_0)
+    check_against_reference(run, path)
+    kernels = [dispatch.kernel for dispatch in run.model.plan(1).dispatches]
+    assert ("store_kv" in kernels) == (name == "head_dim 32")
 
 
 @pytest.mark.parametrize("name", ["2 heads per KV head", "head_dim 64", "types of 256 weights"])
@@ -299,14 +313,16 @@ def test_chunks_make_no_difference(gpu, tiny, precision):
         assert_close(run.logits_after(ids[:count]), want[count - 1], *bounds, f"chunks of {chunk}")
 
 
-@PRECISIONS
-def test_sequences_of_one_step_do_not_see_each_other(gpu, tmp_path, precision):
+@pytest.mark.parametrize(
+    "precision, kv_type", [*((precision, KvType.F32) for precision in Precision), (Precision.HIGH, KvType.Q8_0)]
+)
+def test_sequences_of_one_step_do_not_see_each_other(gpu, tmp_path, precision, kv_type):
     """Four prompts of different lengths in one step, then decode of three: as each alone. The last is not finished."""
     path = tiny_llama(tmp_path / "m.gguf", ggml_type="Q4_0", heads=2, kv_heads=1, head_dim=64, tied=False)
     prompts = {2: token_ids(7, seed=1), 0: token_ids(20, seed=2), 1: token_ids(1, seed=3), 3: token_ids(4, seed=4)}
-    run = load_one(gpu, path, chunk=64, precision=precision, slots=4)
+    run = load_one(gpu, path, chunk=64, precision=precision, kv_type=kv_type, slots=4)
     model, recorder = run.model, run.engine.recorder
-    bounds = INT8 if precision is Precision.FAST else F32
+    bounds = INT8 if precision is Precision.FAST else CACHE_BOUNDS[kv_type]
     for slot in prompts:
         reserve(run.engine, slot, 64)
 
@@ -358,13 +374,13 @@ def test_log_probs(run, tiny):
     assert run.ids == ids
 
 
-@pytest.mark.parametrize("kv_type", list(KvType))
+@pytest.mark.parametrize("kv_type", [KvType.F16, KvType.F32])
 def test_pages_in_any_order(gpu, tmp_path, kv_type):
     path = tiny_llama(tmp_path / "m.gguf", context=256)
-    ids, bounds = token_ids(200), F32 if kv_type is KvType.F32 else F16_CACHE
+    ids, bounds = token_ids(200), CACHE_BOUNDS[kv_type]
     run = load_one(gpu, path, context=256, kv_type=kv_type)
     run.engine.cache.pool.free = [1, 3, 0, 2]
-    want = Reference(GgufFile(path), kv_f16=kv_type is KvType.F16).forward(ids)
+    want = Reference(GgufFile(path), kv_type=kv_type).forward(ids)
     for start, end in ((0, 8), (8, 64), (64, 65), (65, 150), (150, 151), (151, 200)):
         assert_close(run.logits_after(ids[start:end]), want[end - 1], *bounds, f"tokens {start} to {end}")
     assert run.sequence.pages == [2, 0, 3, 1]

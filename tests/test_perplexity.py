@@ -160,3 +160,21 @@ def test_perplexity_within_the_gates(gpu, monkeypatch, precision):
     off = differences(path, gpu, monkeypatch, precision, english(path, 24, 512))[:, 256:]
     print(f"{precision}: {100 * math.expm1(-off.mean()):+.4f} %")
     assert abs(math.expm1(-off.mean())) < GATES[precision]
+
+
+@pytest.mark.slow
+def test_a_q8_0_cache_within_its_gate(gpu, monkeypatch):
+    """Perplexity within 0.1 % of that of an f16 cache: the second halves of 8 chunks of 512."""
+    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=False))
+    path, found = default_model(), []
+    for kv_type in ("f16", "q8_0"):
+        with Llama(path, device=gpu, context=512, precision="high", kv_type=kv_type) as llama:
+            chunks = english(path, 8, 512)
+            found.append([])
+            for ids in chunks:
+                with llama.scheduler.alone(len(ids)) as sequence:
+                    found[-1].append(llama.loaded.engine.log_probs(sequence, ids)[256:])
+    off = np.subtract(*found)
+    error = math.expm1(off.mean())
+    print(f"q8_0 against f16: {100 * error:+.4f} ± {100 * off.std() / math.sqrt(off.size):.4f} %, std {off.std():.4f}")
+    assert abs(error) < 0.001

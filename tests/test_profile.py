@@ -92,10 +92,10 @@ def test_work_of_the_tiny_model(engine: Engine, found: Profile, gpu: Gpu) -> Non
     assert sum(t.flops for t in of(prefill, "output")) == 131_072  # of the last row alone
     assert [t.bytes for t in of(prefill, "output_norm")] == [1024]
     assert [t.bytes for t in of(prefill, "attn_norm")] == [12_288] * 2
-    kv_bytes = engine.settings.kv_type.nbytes
+    kv_bytes = engine.settings.kv_type.head_bytes(64)
     attention = [t for t in of(prefill, "attention") if t.flops]
     assert [t.flops for t in attention] == [4 * 256 * 558] * 2  # 41 + 42 + ... + 52 positions
-    assert [t.bytes for t in attention] == [2 * 128 * 52 * kv_bytes + 24_576] * 2
+    assert [t.bytes for t in attention] == [2 * 2 * 52 * kv_bytes + 24_576] * 2
     assert sum(t.flops for t in of(decode, "attention") if t.layer == 0) == 4 * 256 * (41 + 42 + 43)
     assert sum(t.flops for t in of(decode, "qkv") if t.layer == 1) == 3 * 131_072
 

@@ -23,12 +23,13 @@ from test_model import F16_CACHE, F32
 from llamagpu import Llama, Sampling
 from llamagpu.convert.convert import convert, open_source, plan
 from llamagpu.engine import prompt_cache
-from llamagpu.engine.kv_cache import TextureKvCache
+from llamagpu.engine.kv_cache import BufferKvCache, TextureKvCache
 from llamagpu.engine.model import BufferModel
 from llamagpu.engine.scheduler import taker
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.texture_model import TextureModel
 from llamagpu.errors import BadFile, DoesNotFit, LlamaGpuError
+from llamagpu.gpu.buffers import BufferRange
 
 GREEDY = Sampling(temperature=0)
 WIDE = {"dim": 64, "heads": 2, "head_dim": 64, "ffn": 128, "ggml_type": "Q8_0"}  # int8 activations suit it
@@ -40,6 +41,7 @@ WAYS: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
     "buffers f16": (False, {}, {"kv_type": "f16"}),
     "buffers f16, window": (False, {"metadata": {"llama.attention.sliding_window": 5}}, {"kv_type": "f16"}),
     "buffers, head_dim 6": (False, {"dim": 24, "ffn": 40}, {"kv_type": "f16"}),
+    "buffers q8_0": (False, {"heads": 2, "kv_heads": 1}, {"kv_type": "q8_0"}),
     "fast": (False, WIDE, {"kv_type": "f16", "precision": "fast"}),
 }
 
@@ -163,23 +165,46 @@ def test_positions_beyond_the_rows_of_a_texture(opened, monkeypatch):
             assert np.array_equal(cells[64 * page : 64 * page + 64], rows[layer, 64 * number : 64 * number + 64])
 
 
-def test_heads_keep_their_place_in_other_pages(opened):
-    """[kv_heads, cells, head_dim]: what is read from some pages lands right in others, also in copies of them."""
-    small, large = (opened(kv_type="f16", context=context) for context in (70, 250))
+def by_cell(cache: BufferKvCache, cache_range: BufferRange) -> np.ndarray:
+    """[kv_heads, pages, 64, bytes of a cell]."""
+    planes = cache.kv_type.planes(cache.config.head_dim)
+    pages = cache.gpu.read(cache_range, np.uint8, cache_range.size).reshape(-1, 64 * sum(planes))
+    parts = np.split(pages, 64 * np.cumsum(planes)[:-1], axis=1)
+    cells = np.concatenate([part.reshape(len(pages), 64, -1) for part in parts], axis=2)
+    return cells.reshape(cache.config.kv_heads, -1, *cells.shape[1:])
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_heads_keep_their_place_in_other_pages(opened, kv_type):
+    """[kv_heads, pages]: what is read from some pages lands right in others, also in copies of them; nothing is left
+    behind the first positions of a sequence that is cleared."""
+    wide = {"model": {"head_dim": 32}, "kv_type": kv_type, "chunk": 32}
+    small, large = (opened(**wide, context=context) for context in (70, 250))
     read(small, token_ids(70))
     source, target = small.loaded.engine.cache, large.loaded.engine.cache
+    assert isinstance(source, BufferKvCache) and isinstance(target, BufferKvCache)
     sequence = reserve(large.loaded.engine, 0, 70)
     sequence.pages = [3, 1]
     with held(small, token_ids(70)) as saved:
         first, second = saved.pages
-        target.write(sequence, 70, taker(source.read(saved, 70)))
+        pieces = list(source.read(saved, 70))
+    assert sum(map(len, pieces)) == 70 * source.position_bytes
+    target.write(sequence, 70, taker(pieces))
     target.copy_page(3, 0)
-    for old, new in zip(source.layers, target.layers, strict=True):
-        for before, after in ((old.keys, new.keys), (old.values, new.values)):
-            want = small.gpu.read(before, np.uint16, before.size // 2).reshape(2, 2, 64, 16)
-            got = large.gpu.read(after, np.uint16, after.size // 2).reshape(2, 4, 64, 16)
-            assert want.any() and np.array_equal(got[:, [3, 0]], want[:, [first, first]])
-            assert np.array_equal(got[:, 1, :6], want[:, second, :6]) and not got[:, 2].any()
+    ranges = [
+        (before, after)
+        for old, new in zip(source.layers, target.layers, strict=True)
+        for before, after in ((old.keys, new.keys), (old.values, new.values))
+    ]
+    for before, after in ranges:
+        want, got = by_cell(source, before), by_cell(target, after)
+        assert want.any() and np.array_equal(got[:, [3, 0]], want[:, [first, first]])
+        assert np.array_equal(got[:, 1, :6], want[:, second, :6]) and not got[:, 2].any()
+    target.pool.holders[3] = target.pool.holders[1] = 1
+    target.clear(sequence, 60)
+    for before, after in ranges:
+        want, got = by_cell(source, before), by_cell(target, after)
+        assert np.array_equal(got[:, 3, :60], want[:, first, :60]) and not got[:, 3, 60:].any() and not got[:, 1].any()
 
 
 def test_what_the_device_holds_at_a_time_is_bounded(opened, cache, monkeypatch):

@@ -224,10 +224,10 @@ def test_attend_tile_fits_into_workgroup_memory():
     assert wide.consts["WORKGROUP"] == 256
 
 
-@pytest.mark.parametrize("head_dim, subgroup", list(product((64, 128, 192, 256), (4, 8, 32, 64))))
-def test_lanes_of_a_position_divide_head_and_subgroup(head_dim, subgroup):
-    lanes = routes.position_lanes(head_dim, replace(GPU, subgroup=subgroup))["LANES_PER_POSITION"]
-    assert head_dim % (8 * lanes) == 0 and subgroup % lanes == 0
+@pytest.mark.parametrize("head_dim, subgroup, run", list(product((64, 128, 192, 256), (4, 8, 32, 64), (8, 16))))
+def test_lanes_of_a_position_divide_head_and_subgroup(head_dim, subgroup, run):
+    lanes = routes.position_lanes(head_dim, run, replace(GPU, subgroup=subgroup))["LANES_PER_POSITION"]
+    assert head_dim % (run * lanes) == 0 and subgroup % lanes == 0 and lanes % 4 == 0
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 8, 32])

@@ -1,13 +1,13 @@
 // y[m, HEADS, HEAD_DIM] = softmax(q K^T) V of one token or a few over a long context, cut into splits (flash decoding).
 // A workgroup takes one KV head, one split of the context and one token. Its subgroups are (query head of the KV head)
 // x SUBGROUPS_PER_HEAD, so that K and V come from memory once for all heads that share them. Within a subgroup,
-// LANES_PER_POSITION lanes share a position and read its key and value along head_dim, 16 bytes each. They have their
+// LANES_PER_POSITION lanes share a position and read its key and value along head_dim, 16 bytes each (runs). They have their
 // own online softmax, so that the loop has no barrier. The end merges all of them through little workgroup memory: more
 // makes the GPU reconfigure its caches between kernels, which takes 1 to 3 us on an H200.
 // One split: writes the heads as f32, or as int8 blocks with INT8. Several splits, or PARTIAL: writes partial sums and
 // (top, total) for attend_merge or prologue_merge: largest score, sum of exp(score - top).
-// Needs HEAD_DIM % (8 * LANES_PER_POSITION) == 0 and SUBGROUP % LANES_PER_POSITION == 0.
-// Parts: f16, kv8_*, pages, int8_block_*; in a fused kernel also split_count_dynamic.
+// Needs HEAD_DIM % (RUN * LANES_PER_POSITION) == 0 and SUBGROUP % LANES_PER_POSITION == 0.
+// Parts: f16, kv_run_*, pages, int8_block_*; in a fused kernel also split_count_dynamic.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -25,7 +25,7 @@ const PARTIAL: bool = false;  // write partial sums for a single split, too
 const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // int8 blocks of a token
 const HEADS_PER_KV: u32 = HEADS / KV_HEADS;
 const WORKGROUP: u32 = HEADS_PER_KV * SUBGROUPS_PER_HEAD * SUBGROUP;  // or more: the other invocations idle
-const HEAD_VEC8: u32 = HEAD_DIM / 8u / LANES_PER_POSITION;  // runs of 8 dimensions of a lane: run lane + LANES_PER_POSITION * i
+const LANE_VEC4: u32 = HEAD_DIM / 4u / LANES_PER_POSITION;  // vec4s of a lane
 const STRIDE: u32 = SUBGROUPS_PER_HEAD * SUBGROUP / LANES_PER_POSITION;  // from a position of a lane to its next
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;            // [m, HEADS, HEAD_DIM] f32 or int8 blocks; or partial sums, padded after each layer
 @group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;  // [layers or m, HEADS, splits] (top, total), padded
@@ -39,7 +39,7 @@ fn store4(i: u32, v: vec4<f32>) {
   let u = bitcast<vec4<u32>>(v);
   y[4u * i] = u.x; y[4u * i + 1u] = u.y; y[4u * i + 2u] = u.z; y[4u * i + 3u] = u.w;
 }
-fn vec4_of(i: u32, lane: u32) -> u32 { return 2u * (LANES_PER_POSITION * (i / 2u) + lane) + i % 2u; }  // which vec4 of the head acc[i] is
+fn vec4_of(i: u32, lane: u32) -> u32 { return RUN / 4u * (LANES_PER_POSITION * (i / (RUN / 4u)) + lane) + i % (RUN / 4u); }  // which vec4 of the head acc[i] is
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
         @builtin(local_invocation_index) index: u32) {
@@ -54,14 +54,12 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let split_length = (end - begin + workgroups.y - 1u) / workgroups.y;
   let split_end = min(begin + (workgroup.y + 1u) * split_length, end);
   let base = opaque_zero() + (layer() * KV_HEADS + workgroup.x) * step.capacity;
-  var q: array<vec4<f32>, 2u * HEAD_VEC8>;
-  var acc: array<vec4<f32>, 2u * HEAD_VEC8>;
-  for (var i = 0u; i < HEAD_VEC8; i++) {
-    let j = opaque_zero() + layer() * (LINE_PADDING / 4u) + head * (HEAD_DIM / 4u) + 2u * (LANES_PER_POSITION * i + lane);
-    q[2u * i] = x[j] * SCALE;
-    q[2u * i + 1u] = x[j + 1u] * SCALE;
-    acc[2u * i] = vec4<f32>();
-    acc[2u * i + 1u] = vec4<f32>();
+  store_own(base + step.row[row_index(workgroup.z)].cell, workgroup.x, workgroup.z, lane, workgroup.y == 0u && index < LANES_PER_POSITION);
+  var q: LaneDims;
+  var acc: LaneDims;
+  for (var i = 0u; i < LANE_VEC4; i++) {
+    q[i] = x[opaque_zero() + layer() * (LINE_PADDING / 4u) + head * (HEAD_DIM / 4u) + vec4_of(i, lane)] * SCALE;
+    acc[i] = vec4<f32>();
   }
   var top = -1e30;
   var total = 0.0;
@@ -71,22 +69,19 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) { cells[t] = cell_of(row_slot, min(first + t * STRIDE, end - 1u)); }
   for (var r = 0u; r < iterations; r++) {
     let p = first + r * POSITIONS_IN_FLIGHT * STRIDE;
-    var keys: array<Raw8, POSITIONS_IN_FLIGHT * HEAD_VEC8>;
-    var values: array<Raw8, POSITIONS_IN_FLIGHT * HEAD_VEC8>;  // loaded with the keys: one wait for memory instead of two
+    var keys: array<RawRun, POSITIONS_IN_FLIGHT * RUNS>;
+    var values: array<RawRun, POSITIONS_IN_FLIGHT * RUNS>;  // loaded with the keys: one wait for memory instead of two
     for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) {
-      let row = (base + cells[t]) * (HEAD_DIM / 8u) + lane;
-      for (var i = 0u; i < HEAD_VEC8; i++) {
-        keys[t * HEAD_VEC8 + i] = key8(row + LANES_PER_POSITION * i);
-        values[t * HEAD_VEC8 + i] = value8(row + LANES_PER_POSITION * i);
+      let newest = p + t * STRIDE >= end - 1u;  // the row's own, or past it
+      for (var i = 0u; i < RUNS; i++) {
+        keys[t * RUNS + i] = key_run(base + cells[t], LANES_PER_POSITION * i + lane, i, newest);
+        values[t * RUNS + i] = value_run(base + cells[t], LANES_PER_POSITION * i + lane, i, newest);
       }
     }
     for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) { cells[t] = cell_of(row_slot, min(p + (POSITIONS_IN_FLIGHT + t) * STRIDE, end - 1u)); }
     var s = array<f32, POSITIONS_IN_FLIGHT>();
     for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) {
-      for (var i = 0u; i < HEAD_VEC8; i++) {
-        let k = widen(keys[t * HEAD_VEC8 + i]);
-        s[t] += dot(q[2u * i], k[0]) + dot(q[2u * i + 1u], k[1]);
-      }
+      for (var i = 0u; i < RUNS; i++) { s[t] += dot_run(&q, i, keys[t * RUNS + i], lane); }
     }
     for (var d = 1u; d < LANES_PER_POSITION; d <<= 1u) {
       for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) { s[t] += subgroupShuffleXor(s[t], d); }
@@ -99,15 +94,11 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     let rescale = exp(top - new_top);
     top = new_top;
     total *= rescale;
-    for (var i = 0u; i < 2u * HEAD_VEC8; i++) { acc[i] *= rescale; }
+    for (var i = 0u; i < LANE_VEC4; i++) { acc[i] *= rescale; }
     for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) {
       let e = select(0.0, exp(s[t] - new_top), p + t * STRIDE < split_end);
       total += e;
-      for (var i = 0u; i < HEAD_VEC8; i++) {
-        let v = widen(values[t * HEAD_VEC8 + i]);
-        acc[2u * i] += e * v[0];
-        acc[2u * i + 1u] += e * v[1];
-      }
+      for (var i = 0u; i < RUNS; i++) { add_run(&acc, i, e, values[t * RUNS + i], lane); }
     }
   }
   // merge the positions of the subgroup, then the subgroups of the head
@@ -117,7 +108,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   total *= scale;
   for (var d = LANES_PER_POSITION; d < SUBGROUP; d <<= 1u) { total += subgroupShuffleXor(total, d); }
   top = new_top;
-  for (var i = 0u; i < 2u * HEAD_VEC8; i++) {
+  for (var i = 0u; i < LANE_VEC4; i++) {
     acc[i] *= scale;
     for (var d = LANES_PER_POSITION; d < SUBGROUP; d <<= 1u) { acc[i] += subgroupShuffleXor(acc[i], d); }
   }
@@ -127,7 +118,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     if (!idle && subgroup_of_head >= half && subgroup_of_head < 2u * half && index % SUBGROUP < LANES_PER_POSITION) {
       merge_top[partial] = top;
       merge_total[partial] = total;
-      for (var i = 0u; i < 2u * HEAD_VEC8; i++) { merge_sum[partial * (HEAD_DIM / 4u) + vec4_of(i, lane)] = acc[i]; }
+      for (var i = 0u; i < LANE_VEC4; i++) { merge_sum[partial * (HEAD_DIM / 4u) + vec4_of(i, lane)] = acc[i]; }
     }
     workgroupBarrier();
     if (subgroup_of_head < half) {
@@ -136,7 +127,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
       let other_factor = exp(merge_top[partial] - merged_top);
       top = merged_top;
       total = total * own_factor + merge_total[partial] * other_factor;
-      for (var i = 0u; i < 2u * HEAD_VEC8; i++) { acc[i] = acc[i] * own_factor + merge_sum[partial * (HEAD_DIM / 4u) + vec4_of(i, lane)] * other_factor; }
+      for (var i = 0u; i < LANE_VEC4; i++) { acc[i] = acc[i] * own_factor + merge_sum[partial * (HEAD_DIM / 4u) + vec4_of(i, lane)] * other_factor; }
     }
     workgroupBarrier();
   }
@@ -145,19 +136,20 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   if (PARTIAL || workgroups.y > 1u) {
     let at = head * workgroups.y + workgroup.y;
     let out4 = layer() * (LINE_PADDING / 4u) + at * (HEAD_DIM / 4u);
-    for (var i = 0u; i < 2u * HEAD_VEC8; i++) { if (stores) { store4(out4 + vec4_of(i, lane), acc[i]); } }
+    for (var i = 0u; i < LANE_VEC4; i++) { if (stores) { store4(out4 + vec4_of(i, lane), acc[i]); } }
     if (merged && index % SUBGROUP == 0u) { stats[layer() * (LINE_PADDING / 2u) + at] = vec2<f32>(top, total); }
     return;
   }
-  for (var i = 0u; i < HEAD_VEC8; i++) {
-    let out4 = head * (HEAD_DIM / 4u) + vec4_of(2u * i, lane);
+  for (var i = 0u; i < LANE_VEC4 / 2u; i++) {
+    let out4 = head * (HEAD_DIM / 4u) + 2u * (LANES_PER_POSITION * i + lane);
+    let result = eight(&acc, i, lane, index);
     if (INT8) {  // 4 lanes hold 32 dimensions
-      let block = quantise_block(acc[2u * i] / total, acc[2u * i + 1u] / total, index);
+      let block = quantise_block(result[0] / total, result[1] / total, index);
       let at = block_word(workgroup.z, out4 / 8u % BLOCKS, BLOCKS) + index % 4u;
       if (stores) { y[at] = block.even; y[at + 4u * BLOCKS] = block.odd; y[at + 8u * BLOCKS] = block.scale; }
     } else if (stores) {
-      store4(out4, acc[2u * i] / total);
-      store4(out4 + 1u, acc[2u * i + 1u] / total);
+      store4(out4, result[0] / total);
+      store4(out4 + 1u, result[1] / total);
     }
   }
 }

@@ -1,7 +1,7 @@
 // Role epilogue: rows q | k | v of a token. Adds the bias, rotates q and k (a RoPE pair is two adjacent rows), stores q
 // as f32 and writes k and v into the token's cell of the KV cache. Rows come in pairs: row is even,
 // v = (row, row + 1).
-// epilogue_prefetch may be called before epilogue, to load rotation and bias early. Parts: f16.
+// epilogue_prefetch may be called before epilogue, to load rotation and bias early. Parts: f16, kv_store_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const N: u32 = 2u;          // rows of this shard
@@ -12,12 +12,9 @@ const HEAD_DIM: u32 = 2u;   // even
 const ROPE_DIMS: u32 = 2u;  // leading dimensions of a head that are rotated
 const WIDTH: u32 = (HEADS + 2u * KV_HEADS) * HEAD_DIM;
 const BIAS: bool = false;
-const KV_F32: bool = false;
 const TOKENS: u32 = 1u;
 const ONE_SEGMENT: bool = false;  // all rows belong to one segment: then the rotation does not wait for the row (6 % on an H200 with SmolLM2)
 @group(0) @binding(0) var<storage, read_write> y: array<vec2<f32>>;  // q [layers or m, HEADS, HEAD_DIM], padded after each layer
-@group(0) @binding(1) var<storage, read_write> k_cache: array<u32>;  // [layers, KV_HEADS, capacity, HEAD_DIM] f16 or f32
-@group(0) @binding(2) var<storage, read_write> v_cache: array<u32>;
 @group(0) @binding(3) var<storage, read> rope: array<vec2<f32>>;     // [positions, ROPE_DIMS / 2] (cos, sin)
 @group(0) @binding(4) var<storage, read> bias: array<f32>;
 @group(0) @binding(8) var<uniform> step: Step;
@@ -40,21 +37,13 @@ fn epilogue(token: u32, shard_row: u32, v: vec2<f32>) {
   if (!prefetched) { epilogue_prefetch(token, shard_row); }
   prefetched = false;
   let row = ROW0 + shard_row;
-  let cell = token_row.cell;
   let head = row / HEAD_DIM;
-  let dim = row % HEAD_DIM;
   let u = select(v, v + row_bias, BIAS);
   let o = vec2<f32>(u.x * rotation.x - u.y * rotation.y, u.x * rotation.y + u.y * rotation.x);
   if (head < HEADS) {
     y[(layer() * LINE_PADDING + (layer() * TOKENS + token) * HEADS * HEAD_DIM + row) / 2u] = o;
-  } else if (head < HEADS + KV_HEADS) {
-    let i = (((layer() * KV_HEADS + head - HEADS) * step.capacity + cell) * HEAD_DIM + dim) / 2u;
-    if (KV_F32) { k_cache[2u * i] = bitcast<u32>(o.x); k_cache[2u * i + 1u] = bitcast<u32>(o.y); }
-    else { k_cache[i] = pack_f16(o); }
   } else {
-    let i = (((layer() * KV_HEADS + head - HEADS - KV_HEADS) * step.capacity + cell) * HEAD_DIM + dim) / 2u;
-    if (KV_F32) { v_cache[2u * i] = bitcast<u32>(o.x); v_cache[2u * i + 1u] = bitcast<u32>(o.y); }
-    else { v_cache[i] = pack_f16(o); }
+    store_pair(token, token_row.cell, row - HEADS * HEAD_DIM, o);
   }
 }
 fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {}

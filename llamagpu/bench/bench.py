@@ -130,8 +130,8 @@ def plan_runs(cases: Items[BenchCase], options: BenchOptions, gpu: Gpu) -> list[
     precision = resolve_precision(gpu, options.precision)
     default = routes.default_chunk(gpu.caps, precision is Precision.FAST)
     cases = [case if case.n_ubatch else replace(case, n_ubatch=default) for case in cases]
-    # an f16 cache is always in buffers
-    backend = Backend.BUFFERS if any(case.kv_type is KvType.F16 for case in cases) else None
+    # only an f32 cache can be in textures
+    backend = Backend.BUFFERS if any(case.kv_type not in (None, KvType.F32) for case in cases) else None
     runs = []
     for _, same in groupby(cases, lambda case: (case.n_batch, case.n_ubatch, case.kv_type)):
         members = tuple(same)

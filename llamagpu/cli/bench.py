@@ -82,7 +82,7 @@ def bench(
         Names,
         typer.Option(
             *("-ctk", "--cache-type-k"),
-            help="KV cache type: f16 or f32 (default: f16 on GPUs with native f16, else f32).",
+            help="KV cache type: f16, f32 or q8_0 (default: f16 on GPUs with native f16, else f32).",
         ),
     ] = None,
     type_v: Annotated[Names, typer.Option("-ctv", "--cache-type-v", help="The same as -ctk.")] = None,

@@ -39,8 +39,9 @@ def open_model(path: Path, options: EngineOptions, quiet: bool, verbose: bool, c
         if gpu.software and not quiet:
             why = "" if options.device else " (no GPU was found)"
             log(f"{gpu.name} is a software adapter: it works, slowly{why}")
-            if options.kv_type is KvType.F16:
-                log("an f16 cache needs other kernels there, several times as slow: leave -ctk and -ctv out")
+            if options.kv_type in (KvType.F16, KvType.Q8_0):
+                slow = f"a cache of {options.kv_type} needs other kernels there, several times as slow"
+                log(f"{slow}: leave -ctk and -ctv out")
         if verbose:
             log(f"{path} on {gpu.name}")
             log("\n".join(plan.lines()))

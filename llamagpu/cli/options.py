@@ -193,7 +193,7 @@ CacheOption = Annotated[
     KvType | None,
     option(
         *("-ctk", "-ctv", "--cache-type"),
-        help="KV cache type: f16 or f32 (default: f16 on GPUs with native f16, else f32).",
+        help="KV cache type: f16, f32 or q8_0 (default: f16 on GPUs with native f16, else f32).",
     ),
 ]
 PromptCacheOption = Annotated[

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from llamagpu.engine.kv_cache import head_values
 from llamagpu.engine.model import BufferModel
-from llamagpu.engine.options import KvType, Precision
+from llamagpu.engine.options import Precision
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import Segment
 from llamagpu.errors import LlamaGpuError
@@ -69,8 +70,7 @@ def numbers(engine: "Engine") -> list[NDArray[np.float32]]:
         engine.model.write_step([Segment(0, position, [position % engine.config.vocab])])
         engine.recorder.submit([Step(engine.model.plan(1, position), 1, position)])
         found.append(engine.gpu.read(engine.model.logits, np.float32, engine.config.vocab))
-    dtype = np.float16 if cache.kv_type is KvType.F16 else np.float32
     rows = cache.read(sequence, min(FIRST_POSITIONS, positions))
-    found += [row.view(dtype).astype(np.float32) for row in rows]
+    found += [head_values(row, cache.kv_type, engine.config.head_dim) for row in rows]
     cache.end(sequence)
     return found

@@ -26,6 +26,7 @@ from llamagpu.engine.ops import (
     QkvBuffers,
     attention_shape,
 )
+from llamagpu.engine.options import KvType
 from llamagpu.engine.routes import GridSize, Inputs, Prologue
 from llamagpu.engine.weights import Matrix, Weights
 from llamagpu.files.config import ModelConfig
@@ -109,14 +110,19 @@ def layer_stride(width: int) -> int:
 
 
 def inter_stage_widths(c: ModelConfig, rows: int) -> tuple[int, ...]:
-    """Words of a layer in the inter-stage buffers: q, mid, act, partial, stats."""
+    """Words of a layer in the inter-stage buffers: q, mid, act, partial, stats, kv_rows."""
     splits = rows * c.heads * routes.fused_max_splits(c.kv_heads, rows)
     act = c.ffn_dim if rows == 1 else rows * c.ffn_dim * 3 // 8  # f32; int8 blocks
-    return rows * c.q_width, rows * c.dim, act, splits * c.head_dim, 2 * splits
+    return rows * c.q_width, rows * c.dim, act, splits * c.head_dim, 2 * splits, 2 * rows * c.kv_width
 
 
-def fused_widths(config: ModelConfig, weights: Weights, int8: bool, caps: Caps) -> tuple[int, ...]:
-    """The numbers of token rows that a fused kernel can take."""
+def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvType, caps: Caps) -> tuple[int, ...]:
+    """The numbers of token rows that a fused kernel can take.
+
+    Attention stores keys and values in a q8_0 cache, so that a row could not read those of another row of the step.
+    """
+    if kv_type is KvType.Q8_0:
+        return (1,)
     return (1, *routes.fused_widths(config.dim, attention_shape(config, 1), int8, has_half_sums(weights), caps))
 
 
@@ -135,6 +141,7 @@ class InterStage:
     act: BufferRange  # silu(gate) * up
     partial: BufferRange  # attention's splits
     stats: BufferRange
+    kv_rows: BufferRange  # keys and values on their way into a q8_0 cache
 
 
 class FusedDecode:
@@ -233,8 +240,8 @@ class FusedDecode:
             "PARTIAL": True,
         }
         shape, parts = attention_shape(c, 1), ("split_count_dynamic",)
-        buffers = AttentionBuffers(between.q, keys, values, between.partial, between.stats)
-        mode = AttentionMode(self.cache.kv_type)
+        buffers = AttentionBuffers(between.q, keys, values, between.partial, between.stats, kv_rows=between.kv_rows)
+        mode = AttentionMode(self.cache.kv_type, own_row=self.cache.kv_type is KvType.Q8_0)
         [attention] = self.ops.attend(shape, buffers, mode, consts=splits | own, parts=parts)
         merge = PrologueSpec(Prologue.MERGE, {"stats": between.stats}, splits | {"HEAD_DIM": c.head_dim}, parts)
 
@@ -248,7 +255,8 @@ class FusedDecode:
             ]
 
         def to_qkv(matrix: Matrix) -> Output:
-            return ops.qkv(c, matrix, QkvBuffers(between.q, keys, values, self.cache.rope), self.cache.kv_type)
+            buffers = QkvBuffers(between.q, keys, values, self.cache.rope, between.kv_rows)
+            return ops.qkv(c, matrix, buffers, self.cache.kv_type)
 
         def to_act(matrix: Matrix) -> Output:
             if rows > 1:

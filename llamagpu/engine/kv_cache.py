@@ -23,12 +23,13 @@ from llamagpu.gpu.device import Gpu, Texels
 from llamagpu.gpu.shaders import constants
 
 TEXTURE_ROWS = constants("attend_texture")["TEXTURE_ROWS"]  # cells below each other in a cache texture
+SMALLER = {KvType.F32: ", or an f16 cache (-ctk f16)", KvType.F16: ", or a q8_0 cache (-ctk q8_0)"}
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """[kv_heads, capacity, head_dim] each."""
+    """[kv_heads, capacity, head_dim] each; q8_0: [kv_heads, pages], a page with all numbers, then all scales."""
 
     keys: BufferRange
     values: BufferRange
@@ -232,7 +233,7 @@ class BufferKvCache(KvCache):
     @property
     def row_bytes(self) -> int:
         """Keys, or values, of one position and head."""
-        return self.config.head_dim * self.kv_type.nbytes
+        return self.kv_type.head_bytes(self.config.head_dim)
 
     def _storage(self) -> Items[Bindable]:
         ranges = [cache_range for layer in self.layers for cache_range in (layer.keys, layer.values)]
@@ -245,8 +246,7 @@ class BufferKvCache(KvCache):
             raise DoesNotFit(
                 f"a context of {self.settings.capacity} needs {size >> 20} MiB of cache per layer, "
                 f"and a binding of this adapter holds {binding >> 20} MiB",
-                f"use -c {binding // cell_bytes // PAGE * PAGE} or less"
-                + (", or an f16 cache (-ctk f16)" if self.kv_type is KvType.F32 else ""),
+                f"use -c {binding // cell_bytes // PAGE * PAGE} or less" + SMALLER.get(self.kv_type, ""),
             )
         self.layers = []
         largest = min(binding, self.gpu.limits["max-buffer-size"] - 2 * ALIGN)
@@ -282,12 +282,24 @@ class BufferKvCache(KvCache):
 
     def _cells(self, runs: Items[tuple[int, int]]) -> Iterator[list[BufferRange]]:
         """The runs of cells in each layer, keys and values, and head."""
-        size = self.row_bytes
+        places = [place for cell, cells in runs for place in self._places(cell, cells)]
         for layer in self.layers:
             for cache_range in (layer.keys, layer.values):
                 for head in range(self.config.kv_heads):
-                    first = cache_range.offset + head * self.capacity * size
-                    yield [BufferRange(cache_range.buffer, first + cell * size, cells * size) for cell, cells in runs]
+                    first = cache_range.offset + head * self.capacity * self.row_bytes
+                    yield [BufferRange(cache_range.buffer, first + offset, size) for offset, size in places]
+
+    def _places(self, cell: int, cells: int) -> Iterator[tuple[int, int]]:
+        """Offset and size of a run of cells that begins a page or lies in one; of part of a page, in every plane."""
+        whole = cells // PAGE * PAGE
+        if whole:
+            yield cell * self.row_bytes, whole * self.row_bytes
+        page, start = divmod(cell + whole, PAGE)
+        offset = page * PAGE * self.row_bytes
+        for size in self.kv_type.planes(self.config.head_dim):
+            if cells > whole:
+                yield offset + start * size, (cells - whole) * size
+            offset += PAGE * size
 
 
 class TextureKvCache(KvCache):
@@ -345,12 +357,22 @@ class TextureKvCache(KvCache):
 
 def position_bytes(config: ModelConfig, kv_type: KvType) -> int:
     """Keys and values of one position in all layers."""
-    return 2 * config.layers * config.kv_width * kv_type.nbytes
+    return 2 * config.layers * config.kv_heads * kv_type.head_bytes(config.head_dim)
 
 
 def most_cells(config: ModelConfig, kv_type: KvType, backend: Backend, gpu: Gpu) -> int:
     """Cells that bindings and textures of the adapter can hold, in whole pages."""
     if backend is Backend.TEXTURES:
         return gpu.limits["max-texture-dimension-2d"] * 4 // (2 * config.kv_width) * TEXTURE_ROWS
-    head_bytes = max(config.head_dim * kv_type.nbytes, routes.int8_position_bytes(config.head_dim))
+    head_bytes = max(kv_type.head_bytes(config.head_dim), routes.int8_position_bytes(config.head_dim))
     return gpu.caps.binding_bytes // (config.kv_heads * head_bytes) // PAGE * PAGE
+
+
+def head_values(data: Bytes, kv_type: KvType, head_dim: int) -> NDArray[np.float32]:
+    """Keys, or values, [cells, head_dim] of one KV head from the bytes of a page of it, or of its first cells."""
+    if kv_type is not KvType.Q8_0:
+        return data.view(np.float16 if kv_type is KvType.F16 else np.float32).reshape(-1, head_dim).astype(np.float32)
+    cells = len(data) // kv_type.head_bytes(head_dim)
+    numbers = data[: cells * head_dim].view(np.int8).reshape(cells, -1, 32)
+    scales = data[cells * head_dim :].view(np.float16).reshape(cells, -1)[:, : head_dim // 32]
+    return (numbers * scales.astype(np.float32)[:, :, None]).reshape(cells, head_dim)

@@ -23,7 +23,7 @@ from llamagpu.engine.pages import PAGE
 from llamagpu.engine.precision import resolve_precision
 from llamagpu.engine.synthetic import SyntheticFile
 from llamagpu.engine.weights import Weights, WeightTarget, allocate_weights, load_weights
-from llamagpu.errors import DoesNotFit, error_context
+from llamagpu.errors import BadArgument, DoesNotFit, Unsupported, error_context
 from llamagpu.files.config import ModelConfig, check_tensors
 from llamagpu.files.matrices import MatrixSource
 from llamagpu.files.packed_file import ModelFile, file_matrices, open_model_file
@@ -137,11 +137,13 @@ def resolve(options: EngineOptions, source: ModelSource, gpu: Gpu) -> Settings:
             f"a context of {options.context} was asked for; the model was trained for {c.context}",
             f"use -c {c.context} or less",
         )
+    if options.kv_type is KvType.Q8_0:
+        check_q8_0(options, c)
     precision = resolve_precision(gpu, options.precision)
     layouts = (texture_layout(layout) for matrix in source.matrices for layout, _ in matrix.rows)
     textures = (
         precision is Precision.HIGH
-        and options.kv_type is not KvType.F16
+        and options.kv_type in (None, KvType.F32)
         and options.backend is not Backend.BUFFERS
         and routes.suits_textures(c.dim, c.ffn_dim, c.head_dim, c.rope_dims, layouts, caps)
     )
@@ -158,6 +160,14 @@ def resolve(options: EngineOptions, source: ModelSource, gpu: Gpu) -> Settings:
     chunk = options.chunk or routes.default_chunk(caps, precision is Precision.FAST, textures)
     chunk = min(chunk, capacity, context * options.parallel)
     return Settings(precision, kv_type, backend, chunk, context, capacity, options.parallel)
+
+
+def check_q8_0(options: EngineOptions, c: ModelConfig) -> None:
+    if options.backend is Backend.TEXTURES:
+        raise BadArgument("the texture backend has no q8_0 KV cache", "use -ctk f32, or the buffer backend")
+    if c.head_dim % 32:
+        cause = f"a q8_0 KV cache has a scale for every 32 dimensions, and this model's heads have {c.head_dim}"
+        raise Unsupported(cause, "use -ctk f16")
 
 
 def positions_in(options: EngineOptions, c: ModelConfig, kv_type: KvType, backend: Backend, gpu: Gpu) -> int:

@@ -32,7 +32,7 @@ from llamagpu.engine.ops import (
     attention_shape,
     tagged,
 )
-from llamagpu.engine.options import Precision, Settings
+from llamagpu.engine.options import KvType, Precision, Settings
 from llamagpu.engine.routes import Attention, Epilogue, Inputs, Prologue
 from llamagpu.engine.step_inputs import Segment, StepInputs
 from llamagpu.engine.weights import Layer, Matrix, Weights
@@ -231,7 +231,7 @@ class BufferModel(Model):
         # Attention of many rows in int8 and f16. Biases can make keys so large that int8 does not tell them apart.
         self.int8_attention = self.int8_prefill and all(layer.qkv.bias is None for layer in weights.layers)
         int8 = self.int8_decode and self.int8_prefill
-        widths = fused_widths(config, weights, int8, gpu.caps) if cache.fused else ()
+        widths = fused_widths(config, weights, int8, cache.kv_type, gpu.caps) if cache.fused else ()
         self._allocate(max(widths, default=0))
         self.fused_decode: FusedDecode | None = None
         if cache.fused:
@@ -251,6 +251,8 @@ class BufferModel(Model):
         self.x = gpu.zeros(max(rows * c.dim * 4, (c.layers + 1) * layer_stride(fused_rows * c.dim)), "x")
         self.h = gpu.zeros(attended * widest * 4, "h")  # [m, dim] normalised; [m, heads, head_dim] attended
         self.q = gpu.zeros(rows * c.q_width * 4, "q")  # [m, heads, head_dim] rotated queries
+        # [m, keys and values, kv_heads, head_dim] on their way into a q8_0 cache
+        self.kv_rows = gpu.zeros(rows * 2 * c.kv_width * 4, "kv_rows") if self.cache.kv_type is KvType.Q8_0 else None
         self.act = gpu.zeros(f32_rows * c.ffn_dim * 4, "act")  # [m, ffn] silu(gate) * up
         blocks = int8_rows * INT8_BLOCK_BYTES
         self.h_int8 = gpu.zeros(blocks * widest // 32, "h_int8")  # [m, dim/32] blocks: normalised, then attended
@@ -284,7 +286,7 @@ class BufferModel(Model):
 
     def scratch(self) -> list[Bindable]:
         own: list[Bindable | None] = [self.x, self.h, self.q, self.act, self.h_int8, self.act_int8]
-        own += [self.partial, self.stats, self.up, self.hidden, self.int8_kv]
+        own += [self.partial, self.stats, self.up, self.hidden, self.int8_kv, self.kv_rows]
         fused = self.fused_decode.buffers() if self.fused_decode else []
         return [*super().scratch(), *(buffer for buffer in own if buffer is not None), *fused, *self.ops.scratch]
 
@@ -371,12 +373,19 @@ class BufferModel(Model):
         """`splits` are what the layer before has left to be added to the residual stream; returned is what this one
         leaves."""
         m = key.width
-        buffers = QkvBuffers(self.q, cache.keys, cache.values, self.cache.rope)
+        buffers = QkvBuffers(self.q, cache.keys, cache.values, self.cache.rope, self.kv_rows)
         to_qkv = ops.qkv(self.config, layer.qkv, buffers, self.cache.kv_type, one_segment=1 == key.segments < m)
         qkv = self.norm_linear(i, "attn_norm", layer.attn_norm, "qkv", layer.qkv, m, to_qkv, splits)
+        if self.kv_rows and not self.stores_own_row(m):
+            shape = attention_shape(self.config, m)
+            qkv += tagged([self.ops.store_kv(shape, self.kv_rows, cache.keys, cache.values)], "store_kv", i)
         attended, splits = self.attend_linear(i, layer.attn_output, cache, key)
         fed_forward, splits = self.feed_forward(i, layer, m, splits)
         return [*qkv, *attended, *fed_forward], splits
+
+    def stores_own_row(self, m: int) -> bool:
+        """Whether attention stores the keys and values of a step of m rows in a q8_0 cache."""
+        return self.kv_rows is not None and routes.stores_own_row(self.attention(m), self.gpu.caps)
 
     def norm_linear(
         self,
@@ -423,8 +432,9 @@ class BufferModel(Model):
         kernel = routes.select(routes.ATTEND, shape, self.gpu.caps).kernel
         quantises = int8 and kernel in routes.QUANTISING_ATTENTION
         out = self.partial if splits > 1 else h if quantises else self.h
-        buffers = AttentionBuffers(self.q, cache.keys, cache.values, out, self.stats, self.int8_kv)
-        attention = tagged(self.ops.attend(shape, buffers, AttentionMode(self.cache.kv_type, int8)), "attention", i)
+        buffers = AttentionBuffers(self.q, cache.keys, cache.values, out, self.stats, self.int8_kv, self.kv_rows)
+        mode = AttentionMode(self.cache.kv_type, int8, self.stores_own_row(m))
+        attention = tagged(self.ops.attend(shape, buffers, mode), "attention", i)
         if splits > 1 and int8 and m == 1 and routes.merge_in_linear(c.q_width, splits):
             consts: Consts = {"HEAD_DIM": c.head_dim, "SPLITS": splits}
             prologue = PrologueSpec(Prologue.MERGE, {"stats": self.stats}, consts, ("split_count_fixed",))

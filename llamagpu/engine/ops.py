@@ -23,11 +23,12 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The epilogue of a linear, with its bindings and constants."""
+    """The epilogue of a linear, with its bindings, constants and further kernel parts."""
 
     epilogue: Epilogue
     bindings: Mapping[str, Bindable]
     consts: Consts = field(default_factory=dict)
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,14 @@ class AttentionBuffers:
     out: Bindable  # [m, heads, head_dim] f32 or int8 blocks, or partial sums of splits
     stats: AnyBuffer | None = None  # [m, heads, splits] (top, total): softmax statistics of splits
     int8_kv: AnyBuffer | None = None  # keys and values that quantise_kv leaves for attend_int8
+    kv_rows: AnyBuffer | None = None  # of the step, where the KV cache is q8_0: see QkvBuffers
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMode:
     kv_type: KvType
     int8_out: bool = False  # write int8 blocks, where the kernel can
+    own_row: bool = False  # attend_split, q8_0: quantise and store the key and value of the only row
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +123,18 @@ class QkvBuffers:
     keys: AnyBuffer  # the KV cache of a layer
     values: AnyBuffer
     rope: Buffer
+    kv_rows: AnyBuffer | None = None  # [m, keys and values, kv_heads, head_dim] f32, to be quantised for a q8_0 cache
 
 
 def qkv(config: ModelConfig, matrix: Matrix, buffers: QkvBuffers, kv_type: KvType, one_segment: bool = False) -> Output:
-    """Queries, rotated, to q; keys, rotated, and values into the KV cache."""
-    consts: Consts = head_consts(config) | {"ROPE_DIMS": config.rope_dims, "KV_F32": kv_type is KvType.F32}
+    """Queries, rotated, to q; keys, rotated, and values into the KV cache, or to kv_rows if it is q8_0."""
+    consts: Consts = head_consts(config) | {"ROPE_DIMS": config.rope_dims}
     consts |= {"ONE_SEGMENT": one_segment} | _bias(matrix)
-    bindings = {"y": buffers.q, "k_cache": buffers.keys, "v_cache": buffers.values, "rope": buffers.rope}
-    return Output(Epilogue.QKV, bindings, consts)
+    cache: dict[str, Bindable] = {"k_cache": buffers.keys, "v_cache": buffers.values}
+    if kv_type is KvType.Q8_0:
+        assert buffers.kv_rows is not None, "no epilogue has the 32 numbers that share a scale"
+        cache = {"kv_rows": buffers.kv_rows}
+    return Output(Epilogue.QKV, {"y": buffers.q, "rope": buffers.rope} | cache, consts, (f"kv_store_{kv_type}",))
 
 
 def head_consts(shape: ModelConfig | Attention) -> Consts:
@@ -197,8 +204,10 @@ class Ops:
                 names.append("turn_row" if caps.measured_barrier else "turn_uniform")
             elif role is Role.PAGES:
                 names.append("pages")
-            elif role in (Role.KV4, Role.KV8):
-                names.append(f"{role}_{kv_type}")
+            elif role is Role.KV_LAYOUT:
+                names.append(f"kv_{kv_type}")
+            elif role in (Role.KV4, Role.KV8, Role.KV_RUN):
+                names += ["kv_q8_0"] * (kv_type is KvType.Q8_0) + [f"{role}_{kv_type}"]
         return tuple(dict.fromkeys(names))
 
     @staticmethod
@@ -288,10 +297,13 @@ class Ops:
                 total = [self.linear_sum(shape, splits, output, bindings, shard.row0)]
                 consts = shard.consts | self.tuning(route) | {"N": shard.n, "SPLIT_ROWS": m}
                 bindings, epilogue = bindings | {"y": splits.sums}, Epilogue.PARTIAL
-            parts = self.parts(route, shard.layout.storage, inputs, prologue.prologue, epilogue)
-            dispatches.append(
-                self._dispatch(route, (*parts, *prologue.parts), consts | prologue.consts, bindings, grid, shape)
+            own = () if splits else output.parts
+            parts = (
+                *self.parts(route, shard.layout.storage, inputs, prologue.prologue, epilogue),
+                *own,
+                *prologue.parts,
             )
+            dispatches.append(self._dispatch(route, parts, consts | prologue.consts, bindings, grid, shape))
             dispatches += total
         return dispatches
 
@@ -317,7 +329,7 @@ class Ops:
         """The sum of the splits of a linear, into `output`."""
         route = routes.LINEAR_SUM
         consts = splits.consts | output.consts | {"N": linear.n, "ROW0": row0}
-        parts, grid = self.parts(route, epilogue=output.epilogue), self.grid(route, linear, linear.m)
+        parts, grid = (*self.parts(route, epilogue=output.epilogue), *output.parts), self.grid(route, linear, linear.m)
         return self._dispatch(route, parts, consts, dict(bindings) | {"x": splits.sums}, grid, RowWise(linear.n))
 
     def partial_sums(self, size: int) -> Buffer:
@@ -447,7 +459,11 @@ class Ops:
         if route.kernel == "attend_split":
             subgroups = routes.subgroups_per_head(shape.heads_per_kv, shape.head_dim, shape.bucket, caps)
             settings |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": subgroups}
-            settings |= routes.position_lanes(shape.head_dim, caps)
+            run = constants(f"kv_run_{mode.kv_type}")["RUN"]
+            settings |= routes.position_lanes(shape.head_dim, run, caps)
+            if mode.kv_type is KvType.Q8_0:
+                settings["OWN_ROW"] = mode.own_row
+                bindings["kv_rows"] = buffers.kv_rows or buffers.q  # bound even where it is not read
         if route.kernel == "attend_int8":
             assert buffers.int8_kv is not None, "attend_int8 reads what quantise_kv leaves"
             settings |= {"SPLITS": shape.splits, "ONE_SEGMENT": shape.segments == 1}
@@ -465,6 +481,14 @@ class Ops:
         consts: Consts = {"KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim, "WINDOW": shape.window}
         files, grid = self.parts(route, kv_type=mode.kv_type), self.grid(route, shape, shape.m)
         return self._dispatch(route, files, consts, caches | {"y": y}, grid, shape)
+
+    def store_kv(self, shape: Attention, rows: AnyBuffer, keys: AnyBuffer, values: AnyBuffer) -> Dispatch:
+        """Keys and values of the rows of the step into a q8_0 cache."""
+        route = routes.STORE_KV
+        consts: Consts = {"KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim}
+        files, grid = self.parts(route, kv_type=KvType.Q8_0), self.grid(route, shape, shape.m)
+        bindings = {"x": rows, "k_cache": keys, "v_cache": values}
+        return self._dispatch(route, files, consts, bindings, grid, RowWise(2 * shape.kv_heads * shape.head_dim))
 
     def attend_merge(
         self, shape: Attention, partial_sums: AnyBuffer, stats: AnyBuffer, y: AnyBuffer, int8_out: bool

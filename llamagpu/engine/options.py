@@ -14,10 +14,17 @@ class Precision(StrEnum):
 class KvType(StrEnum):
     F16 = "f16"
     F32 = "f32"
+    Q8_0 = "q8_0"  # int8, with an f16 scale for every 32 dimensions of a head
 
-    @property
-    def nbytes(self) -> int:
-        return 4 if self is KvType.F32 else 2
+    def planes(self, head_dim: int) -> tuple[int, ...]:
+        """Bytes of a cell of one KV head in each plane of a page: numbers, and scales in whole words."""
+        if self is KvType.Q8_0:
+            return head_dim, 4 * -(-head_dim // 64)
+        return (head_dim * (4 if self is KvType.F32 else 2),)
+
+    def head_bytes(self, head_dim: int) -> int:
+        """Keys, or values, of one position and KV head."""
+        return sum(self.planes(head_dim))
 
 
 class Backend(StrEnum):

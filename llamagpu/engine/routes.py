@@ -72,6 +72,8 @@ class Role(StrEnum):
     TURN = "turn"  # the rows that a workgroup takes in turn
     KV4 = "kv4"  # the KV cache, 4 dimensions at a time
     KV8 = "kv8"  # the KV cache, 8 dimensions at a time
+    KV_RUN = "kv_run"  # the KV cache, 16 bytes at a time
+    KV_LAYOUT = "kv_layout"  # of a quantised KV cache
     PAGES = "pages"  # where positions are in the KV cache
 
 
@@ -719,7 +721,7 @@ ATTEND: Table[Attention] = (
         split_rows_fit,
         "few rows or positions, head_dim % 64 = 0, a subgroup for each head of a KV head",
         lambda s, c, caps, rows, position: (s.kv_heads, s.splits, rows),
-        (Role.KV8, Role.PAGES, Role.INT8_BLOCK),
+        (Role.KV_RUN, Role.PAGES, Role.INT8_BLOCK),
     ),
     Route(
         "attend_int8",
@@ -765,6 +767,13 @@ QUANTISE_KV: Route[Attention] = Route(
     "as attend_int8",
     lambda s, c, caps, rows, position: (s.kv_heads, -(-(position + rows) // c["KV_TILE"]), s.segments),
     (Role.KV8, Role.PAGES, Role.INT8_BLOCK),
+)
+STORE_KV: Route[Attention] = Route(
+    "store_kv",
+    lambda s, c: True,
+    "q8_0 KV cache, head_dim % 32 = 0",
+    lambda s, c, caps, rows, position: fold(-(-rows * 2 * s.kv_heads * -(-s.head_dim // 64) // c["WORKGROUP"]), caps),
+    (Role.KV_LAYOUT, Role.INT8_BLOCK),
 )
 QUANTISING_ATTENTION = ("attend_split", "attend_int8", "attend_tile")  # these can write int8 blocks themselves
 
@@ -847,13 +856,19 @@ def depends_on_context(s: Attention, caps: Caps) -> bool:
     return "attend_split" in kernels or near.splits != far.splits
 
 
-def position_lanes(head_dim: int, caps: Caps) -> dict[str, int]:
-    """attend_split's lanes for a position, and positions in flight.
+def stores_own_row(s: Attention, caps: Caps) -> bool:
+    """Whether attention over a q8_0 cache quantises and stores the key and value of its row: in a step of several rows
+    one would need those of another."""
+    return s.m == 1 and select(ATTEND, s, caps).kernel == "attend_split"
+
+
+def position_lanes(head_dim: int, run: int, caps: Caps) -> dict[str, int]:
+    """attend_split's lanes for a position, each with runs of so many dimensions, and positions in flight.
 
     On an H200 (2026-11-15) 16 lanes save 3 to 4 % of 3B's and 8B's token, 4 positions 4 % of 1B's at a depth of 4096
     (and cost 1 % of it at none).
     """
-    lanes = min(16 if head_dim % 128 == 0 else 8, caps.subgroup)
+    lanes = min((128 if head_dim % 128 == 0 else 64) // run, caps.subgroup)
     return {"LANES_PER_POSITION": lanes, "POSITIONS_IN_FLIGHT": 4}
 
 

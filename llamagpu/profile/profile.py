@@ -30,6 +30,7 @@ ROW_WISE_BYTES = {
     "rms_norm_int8": 4 + INT8_VALUE_BYTES,
     "silu_mul": 12,
     "silu_mul_texture": 12,
+    "store_kv": 5,
 }
 
 
@@ -249,5 +250,5 @@ def attention_work(kernel: str, shape: Attention, rows: int, position: int, kv_t
     end = position + rows
     seen = sum(min(p, window or p) for p in range(position + 1, end + 1))
     positions = min(end, (window or end) + rows)
-    cache = 2 * shape.kv_heads * shape.head_dim * kv_type.nbytes * positions
+    cache = 2 * shape.kv_heads * kv_type.head_bytes(shape.head_dim) * positions
     return 4.0 * width * seen, cache + 8.0 * rows * width

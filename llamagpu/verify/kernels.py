@@ -7,8 +7,10 @@ from functools import partial
 import numpy as np
 
 from llamagpu.engine import baselines, routes
+from llamagpu.engine.kv_cache import head_values
 from llamagpu.engine.ops import AttentionBuffers, AttentionMode, Ops, Output
 from llamagpu.engine.options import KvType
+from llamagpu.engine.pages import PAGE
 from llamagpu.engine.routes import Attention, Epilogue, GridSize, Inputs, Linear, Prologue, Route, RowWise, S
 from llamagpu.files.storage import Storage
 from llamagpu.gpu.device import Gpu
@@ -24,6 +26,7 @@ from llamagpu.verify.reference import (
     Case,
     Floats,
     Weight,
+    cache_bytes,
     dequantise_blocks,
     fits,
     linear_inputs,
@@ -33,6 +36,7 @@ from llamagpu.verify.reference import (
     random,
     read_blocks,
     round_int8,
+    round_kv,
     rows_of,
     run,
     step_buffer,
@@ -244,7 +248,8 @@ def two_step_norm(gpu: Gpu, width: int, m: int) -> Answer:
 
 # Attention
 
-CAPACITY = 240
+CAPACITY = 256
+ROUNDED_Q8_0 = (1e-5, 1e-2)  # a value near a tie may round differently
 INT8_ATTENTION = (2e-4, 3e-2)  # everything in int8; the same for int8 blocks of the results
 HEADS = ((4, 2, 64), (2, 1, 128), (2, 1, 48), (2, 2, 6))  # heads, KV heads, head_dim
 
@@ -254,11 +259,13 @@ def attention_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
         for m, position in ((1, 200), (8, 60), (33, 65)):
             for route in (*routes.ATTEND, baselines.ATTEND_STRIDED):
                 shape = Attention(m, heads, kv_heads, head_dim, scale=head_dim**-0.5)
-                for kv_type in (KvType.F16, KvType.F32)[: 2 if head_dim == 64 else 1]:
+                for kv_type in KvType if head_dim == 64 else (KvType.F16,):
                     if fits(route, shape, gpu.caps) and (m != 8 or route.kernel == "attend_split"):
                         name = f"{heads} heads of {head_dim}, {kv_heads} kv, {kv_type}, m {m} at {position}"
                         compare = partial(attend, gpu, route, shape, position, AttentionMode(kv_type))
                         yield Case(route.kernel, name, compare)
+    rows = Attention(33, 4, 2, 96)
+    yield Case("store_kv", "2 KV heads of 96, m 33 at 65", partial(store_kv, gpu, rows, 65), ROUNDED_Q8_0)
     for route in routes.ATTEND:
         for int8_out in (False, True):
             result = "int8" if int8_out else "f32"
@@ -276,16 +283,29 @@ def attention_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
                     yield Case("attend_int8", name, partial(attend, gpu, route, shape, 65, mode), INT8_ATTENTION)
 
 
+def store_kv(gpu: Gpu, shape: Attention, position: int) -> Answer:
+    m, heads, d, kv_type = shape.m, shape.kv_heads, shape.head_dim, KvType.Q8_0
+    kv = random("store_kv").standard_normal((m, 2, heads, d)).astype(np.float32)
+    size = heads * CAPACITY * kv_type.head_bytes(d)
+    caches = [gpu.zeros(size, "cache") for _ in range(2)]
+    run(gpu, [ops_at(gpu, m, position, CAPACITY).store_kv(shape, gpu.upload(kv, "rows"), *caches)], m, position)
+    pages = [gpu.read(cache, np.uint8, size).reshape(-1, PAGE * kv_type.head_bytes(d)) for cache in caches]
+    got = np.array([[head_values(page, kv_type, d) for page in cache] for cache in pages])
+    cells = got.reshape(2, heads, CAPACITY, d)[:, :, position : position + m]
+    return cells, round_kv(kv, kv_type).transpose(1, 2, 0, 3)
+
+
 def attend(gpu: Gpu, route: Route[Attention], shape: Attention, position: int, mode: AttentionMode) -> Answer:
-    m, kv_dtype = shape.m, np.float32 if mode.kv_type is KvType.F32 else np.float16
+    m = shape.m
     rng = random(f"attention {shape.heads, shape.kv_heads, shape.head_dim}")
     q = rng.standard_normal((m, shape.heads, shape.head_dim)).astype(np.float32)
-    k, v = rng.standard_normal((2, shape.kv_heads, CAPACITY, shape.head_dim)).astype(kv_dtype)
+    k, v = round_kv(rng.standard_normal((2, shape.kv_heads, CAPACITY, shape.head_dim)), mode.kv_type)
+    keys, values = (gpu.upload(cache_bytes(a, mode.kv_type), "cache") for a in (k, v))
     y, partial_sums = gpu.zeros(q.nbytes, "y"), gpu.zeros(q.nbytes * shape.splits, "partial")
     stats = gpu.zeros(m * shape.heads * shape.splits * 8, "stats")
     out = y if shape.splits == 1 else partial_sums
     int8_kv = gpu.zeros(routes.int8_kv_bytes(shape, CAPACITY), "int8_kv") if shape.int8 else None
-    buffers = AttentionBuffers(gpu.upload(q, "q"), gpu.upload(k, "k"), gpu.upload(v, "v"), out, stats, int8_kv)
+    buffers = AttentionBuffers(gpu.upload(q, "q"), keys, values, out, stats, int8_kv)
     make = ops_at(gpu, m, position, CAPACITY)
     dispatches = make.attend(shape, buffers, mode, only(route))
     if shape.splits > 1:

@@ -25,20 +25,23 @@ from llamagpu.verify.reference import (
     random,
     rms_norm,
     round_int8,
+    round_kv,
     swiglu,
 )
 
 F16_CACHE = (1e-8, 1e-4)  # the reference rounds keys and values to f16 as well; a few round differently
+Q8_0_CACHE = (1e-6, 3e-3)  # likewise to int8
 FAST = (5e-4, 5e-2)  # in every layer some int8 values round differently: 5e-5 measured on an H200
 CONTEXT, CHUNK = 64, 16
 PROMPT, STEPS = 21, 4  # a full chunk and an incomplete one, then single tokens
 
 Tensors = dict[str, Array]  # the weights in float64, by name
-Mode = tuple[Precision, Backend]
+Mode = tuple[Precision, Backend, KvType | None]  # None: the default of the adapter
 MODES: dict[str, Mode] = {
-    "high": (Precision.HIGH, Backend.BUFFERS),
-    "fast": (Precision.FAST, Backend.BUFFERS),
-    "textures": (Precision.HIGH, Backend.TEXTURES),
+    "high": (Precision.HIGH, Backend.BUFFERS, None),
+    "fast": (Precision.FAST, Backend.BUFFERS, None),
+    "q8_0": (Precision.HIGH, Backend.BUFFERS, KvType.Q8_0),
+    "textures": (Precision.HIGH, Backend.TEXTURES, KvType.F32),
 }
 
 
@@ -48,10 +51,10 @@ def model_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
     weights = cache(lambda backend: tiny_weights(gpu, config, backend))  # built for the first case that runs
 
     def build(mode: Mode) -> tuple[Engine, "Reference"]:
-        precision, backend = mode
+        precision, backend, kv_type = mode
         on_device, tensors = weights(backend)
-        f32 = backend is Backend.TEXTURES or not gpu.caps.native_f16
-        settings = Settings(precision, KvType.F32 if f32 else KvType.F16, backend, CHUNK, CONTEXT, CONTEXT)
+        kv_type = kv_type or (KvType.F16 if gpu.caps.native_f16 else KvType.F32)
+        settings = Settings(precision, kv_type, backend, CHUNK, CONTEXT, CONTEXT)
         engine = Engine(gpu, config, on_device, settings)
         int8 = engine.model.int8_decode, engine.model.int8_prefill
         return engine, Reference(config, tensors, settings.kv_type, *int8)
@@ -81,8 +84,8 @@ def model_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
             engine.prefill(sequence, want[-1:])
         return np.array(sampled) + 1, np.array(want) + 1
 
-    names = ["high", "fast"] + ["textures"] * gpu.caps.cpu
-    bounds = {"high": F16_CACHE if gpu.caps.native_f16 else F32, "fast": FAST, "textures": F32}
+    names = ["high", "q8_0", "fast"] + ["textures"] * gpu.caps.cpu
+    bounds = {"high": F16_CACHE if gpu.caps.native_f16 else F32, "fast": FAST, "q8_0": Q8_0_CACHE, "textures": F32}
     for name in names[-1:] if quick else names:
         shape = f"tiny, {name}: logits of {PROMPT} + {STEPS} tokens"
         yield Case("model", shape, partial(logits, MODES[name]), bounds[name])
@@ -129,7 +132,7 @@ class Reference:
         self, config: ModelConfig, tensors: Tensors, kv_type: KvType, int8_decode: bool, int8_prefill: bool
     ) -> None:
         self.config, self.tensors = config, tensors
-        self.kv_dtype = np.float64 if kv_type is KvType.F32 else np.float16
+        self.kv_type = kv_type
         self.int8_decode, self.int8_prefill = int8_decode, int8_prefill
         empty = np.zeros((config.kv_heads, 0, config.head_dim))
         self.keys, self.values = [empty] * config.layers, [empty] * config.layers  # [kv_heads, n, head_dim]
@@ -153,7 +156,7 @@ class Reference:
         c = self.config
         rows = self.linear(h, f"{i}.qkv").reshape(len(h), -1, c.head_dim)
         q, k, v = np.split(rows, [c.heads, c.heads + c.kv_heads], axis=1)
-        k, v = (a.astype(self.kv_dtype).astype(np.float64).swapaxes(0, 1) for a in (self.rotate(k, position), v))
+        k, v = (round_kv(a, self.kv_type).swapaxes(0, 1) for a in (self.rotate(k, position), v))
         self.keys[i] = np.concatenate([self.keys[i], k], axis=1)
         self.values[i] = np.concatenate([self.values[i], v], axis=1)
         y = attention(self.rotate(q, position), self.keys[i], self.values[i], position)

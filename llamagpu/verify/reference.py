@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from llamagpu.engine import page_table
 from llamagpu.engine.ops import NO_PROLOGUE, Consts, Ops, PrologueSpec
-from llamagpu.engine.options import Backend
+from llamagpu.engine.options import Backend, KvType
 from llamagpu.engine.page_table import PageTable
+from llamagpu.engine.pages import PAGE
 from llamagpu.engine.routes import Epilogue, Inputs, Linear, Prologue, Route, S, Table
 from llamagpu.engine.step_inputs import HEADER_WORDS, MAX_SEGMENTS, Segment, StepInputs
 from llamagpu.engine.weights import Matrix, MatrixShard, WeightTarget
@@ -186,6 +187,34 @@ def dequantise_blocks(blocks: Array) -> Floats:
 def round_int8(x: Array) -> Floats:
     """Activations rounded as int8 blocks round them."""
     return dequantise_blocks(quantise_blocks(x))
+
+
+# Keys and values as a KV cache holds them
+
+
+def quantise_kv(x: Array) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+    """[..., d] to the numbers [..., d/32, 32] and scales [..., d/32] of a q8_0 cache."""
+    blocks = x.astype(np.float64).reshape(*x.shape[:-1], -1, 32)
+    d = np.abs(blocks).max(axis=-1) / 127
+    return np.rint(blocks / np.where(d == 0, 1, d)[..., None]).astype(np.int8), d.astype(np.float16)
+
+
+def round_kv(x: Array, kv_type: KvType) -> Floats:
+    """Keys or values [..., d], rounded as the cache rounds them."""
+    if kv_type is KvType.Q8_0:
+        numbers, scales = quantise_kv(x)
+        return (numbers * scales.astype(np.float64)[..., None]).reshape(x.shape)
+    return x.astype(np.float16 if kv_type is KvType.F16 else np.float32).astype(np.float64)
+
+
+def cache_bytes(x: Array, kv_type: KvType) -> NDArray[np.uint8]:
+    """Keys or values [kv_heads, cells, d], whole pages, as they lie on the device (kernels/parts/kv_q8_0.wgsl)."""
+    if kv_type is not KvType.Q8_0:
+        return x.astype(np.float16 if kv_type is KvType.F16 else np.float32).reshape(-1).view(np.uint8)
+    numbers, scales = quantise_kv(x.reshape(-1, PAGE, x.shape[-1]))
+    padded = np.pad(scales, ((0, 0), (0, 0), (0, scales.shape[2] % 2)))
+    planes = [np.ascontiguousarray(plane).view(np.uint8).reshape(len(numbers), -1) for plane in (numbers, padded)]
+    return np.concatenate(planes, axis=1).reshape(-1)
 
 
 # Inputs of linears
