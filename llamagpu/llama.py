@@ -112,6 +112,7 @@ class Llama:
         kv_type: KvType | str | None = None,
         precision: Precision | str | None = None,
         kv_memory: int | None = None,
+        kv_sequences: int = 1,
         parallel: int = PARALLEL,
         progress: Progress | None = None,
         on_plan: Callable[[MemoryPlan, Gpu], None] | None = None,
@@ -121,6 +122,7 @@ class Llama:
         `device`: a number or name as in `llamagpu devices`, or an open Gpu to share, which stays open.
         `context`: positions; None takes the model's context, or what the KV cache holds.
         `kv_memory`: MiB for the KV cache; None takes what `context` needs, without it 2048 at most, on a CPU 512.
+        `kv_sequences`: without `kv_memory`, the KV cache holds so many sequences of `context`, within that default.
         `parallel`: generations that share a step at most; more of them wait.
         `chunk`: tokens of one prefill step at most. `kv_type`: "f16", "f32" or "q8_0". `precision`: "fast" or "high".
         None lets the adapter decide. `on_plan` gets the memory plan before anything is allocated.
@@ -138,6 +140,7 @@ class Llama:
             kv_type=kv_type,  # type: ignore[arg-type]
             precision=precision,  # type: ignore[arg-type]
             kv_memory=kv_memory,
+            kv_sequences=kv_sequences,
             parallel=parallel,
         )
         started = time.perf_counter()
@@ -241,8 +244,10 @@ class Llama:
         """
         return self.tokenizer.decode(token_ids("ids", ids), special)
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def render_chat(self, messages: Sequence[Message], **variables: Any) -> str:
         """The prompt text of a conversation, rendered by the model's chat template.
+
+        `variables` are further ones of the template, such as `tools` or `enable_thinking`.
 
         >>> "Hello!" in llama.render_chat([{"role": "user", "content": "Hello!"}])
         True
@@ -252,16 +257,19 @@ class Llama:
         if template is None:
             raise LlamaGpuError("the model has no chat template", "continue the text as it is: `complete`, or --raw")
         bos, eos = tokenizer.token_text(tokenizer.bos_id), tokenizer.token_text(tokenizer.eos_id)
-        return render(template, [dict(message) for message in messages], bos_token=bos, eos_token=eos)
+        return render(template, [dict(message) for message in messages], bos_token=bos, eos_token=eos, **variables)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt ids of a conversation, for `generate`.
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """The prompt ids of a conversation, for `generate`. The arguments are those of `render_chat`.
 
         >>> ids = llama.encode_chat([{"role": "user", "content": "Hello!"}])
         >>> len(list(llama.generate(ids, max_tokens=2))) <= 2
         True
         """
-        text = self.render_chat(messages)
+        return self.encode_rendered(self.render_chat(messages, **variables))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The ids of a text that `render_chat` gave. It gets BOS unless the template has written it."""
         bos = self.tokenizer.token_text(self.tokenizer.bos_id)
         return self.tokenizer.encode(text, bos=False if bos and text.startswith(bos) else None)
 
@@ -357,13 +365,16 @@ class Llama:
         grammar: Grammar | None = None,
         ignore_eos: bool = False,
         logprobs: int | None = None,
+        special: bool = False,
+        cache_prompt: bool = True,
         progress: Progress | None = None,
     ) -> "Generation":
         """Stream the continuation of a text or a list of ids, or the answer to messages. A text gets BOS if the model
         uses it.
 
         The arguments are those of `complete`; `max_tokens` 0 only computes the prompt, which `progress` follows. The
-        generation begins when its first token is asked for; those that have begun run together.
+        generation begins when its first token is asked for; those that have begun run together. With
+        `special` the text has control tokens in it. Without `cache_prompt` the whole prompt is computed.
 
         >>> text = "".join(token.text for token in llama.generate("the quick", max_tokens=4))
         """
@@ -396,7 +407,9 @@ class Llama:
             )
         stops = stop_strings(stop)
         matcher = Matcher(grammar, self._grammar_vocabulary) if grammar else None
-        return Generation(self, ids, max_tokens, how, stops, ignore_eos, logprobs, progress, matcher)
+        return Generation(
+            self, ids, max_tokens, how, stops, ignore_eos, logprobs, progress, matcher, special, cache_prompt
+        )
 
     @cached_property
     def _grammar_vocabulary(self) -> GrammarVocabulary:
@@ -576,6 +589,8 @@ class Generation(Iterator[Token]):
     top_logprobs: int | None = None
     progress: Progress | None = field(default=None, repr=False)
     matcher: Matcher | None = field(default=None, repr=False)
+    special: bool = False
+    cache_prompt: bool = True
     ids: list[int] = field(default_factory=list)
     text: str = ""
     # stop: end token, stop string or end of the grammar; length: max_tokens; context: the context is full
@@ -589,7 +604,7 @@ class Generation(Iterator[Token]):
     _ended: str = field(default="", init=False, repr=False)  # why it cannot go on
 
     def __post_init__(self) -> None:
-        self._decoder = self.llama.tokenizer.stream()
+        self._decoder = self.llama.tokenizer.stream(self.special)
 
     def begin(self) -> None:
         """Queue it, without waiting for a token."""
@@ -602,6 +617,7 @@ class Generation(Iterator[Token]):
             request = Request(
                 self.prompt_ids, self.sampling, most, is_end, host, self.progress, self.matcher, self.top_logprobs
             )
+            request.cache_prompt = self.cache_prompt
             self.llama._check_open()
             self.llama.scheduler.submit(request)
             self.llama._latest = self._request = request
@@ -629,6 +645,12 @@ class Generation(Iterator[Token]):
         if token is None:
             raise StopIteration
         return token
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next token, or the end, is there without waiting."""
+        request = self._request
+        return request is not None and (request.taken < len(request.new) or request.done)
 
     def result(self) -> Completion:
         """Generate the rest and return the whole."""

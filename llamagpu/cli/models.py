@@ -28,9 +28,19 @@ def find_model(model: str, hf_repo: str | None, offline: bool, quiet: bool = Fal
     return resolve(f"hf:{hf_repo}" if hf_repo else model, progress=not quiet, offline=offline)
 
 
-def open_model(path: Path, options: EngineOptions, quiet: bool, verbose: bool, check: Callable[[], None]) -> "Llama":
-    """Open a model and log what a user should know about it. Ctrl-C interrupts the loading through `check`."""
-    from llamagpu.llama import Llama
+def open_model(
+    path: Path,
+    options: EngineOptions,
+    quiet: bool,
+    verbose: bool,
+    check: Callable[[], None],
+    sequences: int | None = None,
+) -> "Llama":
+    """Open a model and log what a user should know about it. Ctrl-C interrupts the loading through `check`.
+
+    `sequences`: how many generations share a step, with room for each in the KV cache.
+    """
+    from llamagpu.llama import PARALLEL, Llama
 
     show_engine_log(verbose)
 
@@ -54,6 +64,8 @@ def open_model(path: Path, options: EngineOptions, quiet: bool, verbose: bool, c
         kv_type=options.kv_type,
         precision=options.precision,
         kv_memory=options.kv_memory,
+        kv_sequences=sequences or 1,
+        parallel=sequences or PARALLEL,
         progress=progress_line("loading", quiet, check),
         on_plan=on_plan,
     )

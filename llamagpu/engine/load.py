@@ -157,6 +157,9 @@ def resolve(options: EngineOptions, source: ModelSource, gpu: Gpu) -> Settings:
         held = positions_in(options, c, kv_type, backend, gpu)
         context = min(context, held)
         capacity = held if options.kv_memory else context
+    if options.kv_sequences > 1 and not (options.kv_positions or options.kv_memory):
+        held = positions_in(replace(options, context=None), c, kv_type, backend, gpu)
+        capacity = max(context, min(options.kv_sequences * context, held))
     chunk = options.chunk or routes.default_chunk(caps, precision is Precision.FAST, textures)
     chunk = min(chunk, capacity, context * options.parallel)
     return Settings(precision, kv_type, backend, chunk, context, capacity, options.parallel)
@@ -186,13 +189,14 @@ def positions_in(options: EngineOptions, c: ModelConfig, kv_type: KvType, backen
 
 def fitting(options: EngineOptions, settings: Settings, source: ModelSource, gpu: Gpu) -> Settings:
     """The settings with as large a KV cache as the memory allows, where its size was left to us."""
-    least, limit = min(settings.context, LEAST_CONTEXT), memory_limit(gpu)
-    if options.context or options.kv_memory or not limit:
+    least, limit = options.context or min(settings.context, LEAST_CONTEXT), memory_limit(gpu)
+    if options.kv_memory or options.kv_positions or not limit or settings.capacity <= least:
         return settings
     peak = plan_memory(source, settings, gpu).peak
     short = -(-max(0, peak - limit) // position_bytes(source.config, settings.kv_type))
     positions = max(least, (settings.capacity - short) // PAGE * PAGE) if peak > limit else settings.capacity
-    return replace(settings, context=positions, capacity=positions, chunk=min(settings.chunk, positions))
+    context = min(settings.context, positions)
+    return replace(settings, context=context, capacity=positions, chunk=min(settings.chunk, context))
 
 
 def load_model(

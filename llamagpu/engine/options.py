@@ -44,6 +44,7 @@ class EngineOptions:
     backend: Backend | None = None
     parallel: int = 1  # sequences that a step may have
     kv_positions: int | None = None  # of all sequences together, in place of kv_memory
+    kv_sequences: int = 1  # of full context that the KV cache holds, as far as its default memory goes
     kv_memory: int | None = None  # MiB of the KV cache in all; None: of one sequence of `context`, or a default
 
     def __post_init__(self) -> None:

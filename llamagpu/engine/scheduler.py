@@ -59,6 +59,7 @@ class Request:
     progress: Progress | None = None
     matcher: Matcher | None = None  # says before each token which ones may come, so that none is sampled ahead
     logprobs: int | None = None  # of how many of the likeliest tokens; None: not of the new ones either
+    cache_prompt: bool = True  # whether pages that hold its beginning are used
     new: list[int] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)  # of the new tokens, with `logprobs`
     matched: int | None = None  # new tokens after which the grammar allows no more
@@ -279,9 +280,9 @@ class Scheduler:
             sequence.ids, sequence.checked = request.computed[: request.paused_at], request.paused_at
             request.saved, request.state = None, State.DECODE if request.new else State.PROMPT
         else:
-            if self._will_share(request.prompt):
+            if request.cache_prompt and self._will_share(request.prompt):
                 return False
-            request.cached = cache.begin(sequence, request.prompt)
+            request.cached = cache.begin(sequence, request.prompt if request.cache_prompt else [])
             if not cache.reserve(sequence, self._beyond(len(request.prompt))):
                 cache.end(sequence)
                 return False
