@@ -18,6 +18,7 @@ from llamagpu.cli.convert import convert
 from llamagpu.cli.generate import generate
 from llamagpu.cli.models import models_app
 from llamagpu.cli.perplexity import perplexity
+from llamagpu.cli.serve import serve
 from llamagpu.cli.terminal import Interrupted, Usage, log, write
 from llamagpu.cli.tokenize import tokenize
 from llamagpu.cli.usage import RunCommand, usage_error
@@ -27,6 +28,7 @@ from llamagpu.errors import DoesNotFit, LlamaGpuError
 SUMMARIES = {
     "generate": "Generate text from a prompt.",
     "chat": "Chat with a model.",
+    "serve": "Serve a model over HTTP, as OpenAI and Anthropic do.",
     "models": "List, fetch and remove models by name.",
     "bench": "Measure tokens per second, as llama-bench does.",
     "devices": "List the adapters, or the dispatches that run a model.",
@@ -58,7 +60,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # Rich takes 0.1 s to import, and its boxes leave 20 columns for the help
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for run in (generate, chat, perplexity):
+for run in (generate, chat, serve, perplexity):
     app.command(cls=RunCommand, short_help=SUMMARIES[run.__name__])(run)
 for other in (tokenize, convert, measure.profile, measure.verify, measure.devices):
     app.command(short_help=SUMMARIES[other.__name__])(other)

@@ -1,0 +1,56 @@
+"""The body of a request: read within limits, decoded and checked in one pass."""
+
+import asyncio
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from llamagpu.serve.errors import ApiError, invalid
+
+T = TypeVar("T")
+
+
+async def read_body(request: Request, most: int, seconds: float) -> bytes:
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared[:18]) > most:
+        raise too_large(most)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    raise too_large(most)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the body is incomplete") from None
+    return bytes(body)
+
+
+def too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most:,} bytes", code="request_too_large")
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """The body as a msgspec.Struct. Fields that it does not have are ignored, as the real APIs do."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `")
+        raise invalid(f"{field(path)}: {message}" if path else message, field(path) or None) from None
+    except RecursionError:
+        raise invalid("the body is nested too deeply") from None
+    except ValueError as error:  # msgspec.DecodeError, UnicodeDecodeError
+        raise invalid(f"the body is not JSON: {error}") from None
+
+
+def field(path: str) -> str:
+    """`$.messages[0].role` -> `messages[0].role`"""
+    return re.sub(r"^\$\.?", "", path.rstrip("`"))
+
+
+def encode(value: Any) -> bytes:
+    return msgspec.json.encode(value)

@@ -1,0 +1,143 @@
+"""POST /v1/completions: OpenAI's older API, which continues a text."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.responses import Response
+
+from llamagpu.llama import Generation, Llama
+from llamagpu.results import Token
+from llamagpu.serve.body import decode
+from llamagpu.serve.errors import invalid
+from llamagpu.serve.generating import FINISH, check_length, generating, generations, logprob_number, timings, usage
+from llamagpu.serve.http import DONE, KEEP_ALIVE, Call, EventStream, event, json_response
+from llamagpu.serve.parameters import Parameters, SamplingFields, parameters
+from llamagpu.serve.state import Server
+
+DEFAULT_MAX_TOKENS = 16  # as the API has it
+MOST_LOGPROBS = 20
+MOST_PROMPTS = 1024
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    model: str | None = None
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+async def handle(server: Server, call: Call) -> Response | EventStream:
+    request = decode(call.body, CompletionRequest)
+    if request.stream:
+        return EventStream(stream(server, request))
+    return json_response(await complete(server, request))
+
+
+async def complete(server: Server, request: CompletionRequest) -> dict[str, Any]:
+    head, wanted, prompts = begin(server, request)
+    count = len(prompts) * wanted.n
+    async with generating(server, lambda llama: prepare(llama, prompts, wanted), count) as (jobs, echoes):
+        texts, tokens = ["" for _ in jobs], [list[Token]() for _ in jobs]
+        async for update in jobs.updates():
+            for i, arrived in update:
+                texts[i] += "".join(token.text for token in arrived)
+                tokens[i] += arrived
+        choices = [
+            {
+                "index": i,
+                "text": (echoes[i] if request.echo else "") + texts[i],
+                "logprobs": logprobs(tokens[i]) if wanted.logprobs is not None else None,
+                "finish_reason": FINISH[job.finish_reason],
+            }
+            for i, job in enumerate(jobs)
+        ]
+        return {**head, "choices": choices, "usage": usage(jobs, wanted.n), "timings": timings(jobs[0])}
+
+
+async def stream(server: Server, request: CompletionRequest) -> AsyncGenerator[bytes, None]:
+    head, wanted, prompts = begin(server, request)
+    if request.include_usage:
+        head["usage"] = None
+
+    def chunk(index: int, text: str, logs: Any = None, reason: str | None = None, **more: Any) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": logs, "finish_reason": reason}
+        return event({**head, "choices": [choice], **more})
+
+    count = len(prompts) * wanted.n
+    async with generating(server, lambda llama: prepare(llama, prompts, wanted), count) as (jobs, echoes):
+        yield b"".join(chunk(i, echo) for i, echo in enumerate(echoes)) if request.echo else KEEP_ALIVE
+        async for update in jobs.updates(server.options.keep_alive_s):
+            if not update:
+                yield KEEP_ALIVE
+            for i, arrived in update:
+                text = "".join(token.text for token in arrived)
+                logs = logprobs(arrived) if wanted.logprobs is not None and arrived else None
+                out = [chunk(i, text, logs)] if text or logs else []
+                if jobs[i].ended:
+                    out.append(chunk(i, "", reason=FINISH[jobs[i].finish_reason], timings=timings(jobs[i])))
+                if out:
+                    yield b"".join(out)
+        if request.include_usage:
+            yield event({**head, "choices": [], "usage": usage(jobs, wanted.n)})
+        yield DONE
+
+
+def begin(server: Server, request: CompletionRequest) -> tuple[dict[str, Any], Parameters, list[str | list[int]]]:
+    """What stands in every answer, the parameters, and the prompts."""
+    model, llama = server.check_model(request.model), server.llama
+    head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": model}
+    top = request.logprobs
+    if top is not None and not 0 <= top <= MOST_LOGPROBS:
+        raise invalid(f"logprobs is {top}: give 0 to {MOST_LOGPROBS}", "logprobs")
+    if request.suffix:
+        raise invalid("suffix is not supported: leave it out", "suffix")
+    if request.echo and top is not None:
+        raise invalid("echo with logprobs is not supported: leave one of them out", "echo")
+    wanted = parameters(request, llama.sampling, llama.config.vocab, request.max_tokens, top)
+    if request.best_of not in (None, 1, wanted.n):
+        raise invalid("best_of is not supported: leave it out, or give it the value of n", "best_of")
+    return head, wanted, prompts_of(request.prompt, llama)
+
+
+def prompts_of(prompt: str | list[str | int | list[int]], llama: Llama) -> list[str | list[int]]:
+    """One text, one list of ids, or several of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and all(isinstance(item, int) for item in prompt):
+        prompt = [[item for item in prompt if isinstance(item, int)]]
+    found = [item for item in prompt if not isinstance(item, int)]
+    if not found or len(found) != len(prompt):
+        raise invalid("prompt: give a text, token ids, or a list of either", "prompt")
+    if len(found) > MOST_PROMPTS:
+        raise invalid(f"prompt: give at most {MOST_PROMPTS} of them", "prompt")
+    for item in found:
+        if not isinstance(item, str) and not all(0 <= id < llama.config.vocab for id in item):
+            raise invalid(f"prompt has token ids outside 0..{llama.config.vocab - 1}", "prompt")
+    return found
+
+
+def prepare(llama: Llama, prompts: list[str | list[int]], wanted: Parameters) -> tuple[list[Generation], list[str]]:
+    """The generations of all prompts, and each one's prompt as text."""
+    runs, echoes = [], []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            check_length(prompt, llama, "prompt")
+        ids = llama.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        runs += generations(llama, ids, wanted, param="prompt")
+        echoes += [prompt if isinstance(prompt, str) else llama.tokenizer.decode(ids)] * wanted.n
+    return runs, echoes
+
+
+def logprobs(tokens: list[Token]) -> dict[str, Any]:
+    logs = [token.logprob for token in tokens if token.logprob]
+    return {
+        "tokens": [log.text for log in logs],
+        "token_logprobs": [logprob_number(log) for log in logs],
+        "top_logprobs": [{top.text: logprob_number(top) for top in log.top} for log in logs],
+        "text_offset": [],
+    }

@@ -1,0 +1,318 @@
+"""The thread that owns the GPU. It loads the model, runs the scheduler's steps and hands tokens to the event loop.
+
+Nothing else touches the GPU. What the event loop wants done, it posts; what comes of it arrives there once a step, for
+all generations together.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import NamedTuple, TypeVar
+
+from llamagpu.errors import DeviceLost, WrongState
+from llamagpu.llama import Generation, Llama
+from llamagpu.results import Timings, Token, Usage
+from llamagpu.serve.errors import ApiError
+from llamagpu.serve.metrics import Metrics
+
+log = logging.getLogger("llamagpu.serve")
+T = TypeVar("T")
+
+
+class Job:
+    """A generation. The engine thread has it until its end; the event loop sees its tokens as they arrive."""
+
+    def __init__(self, run: Generation, ready: asyncio.Event) -> None:
+        self.run: Generation | None = run  # the engine thread's
+        self.prompt_tokens = len(run.prompt_ids)
+        self.created = time.perf_counter()
+        self.latest = 0.0  # when the last tokens came
+        self.ready = ready
+        self.tokens: deque[Token] = deque()  # that have arrived and are not taken
+        self.finish_reason = ""  # set at the end, as Generation has it
+        self.error: BaseException | None = None
+        self.usage = Usage(self.prompt_tokens, 0, 0)
+        self.timings = Timings()
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.finish_reason) or self.error is not None
+
+
+class Update(NamedTuple):
+    """What a step has brought for a job."""
+
+    job: Job
+    tokens: list[Token]
+    usage: Usage
+    timings: Timings
+    finish_reason: str
+    error: BaseException | None = None
+
+
+def arrive(updates: list[Update]) -> None:
+    """In the event loop: the jobs get what a step has brought."""
+    for job, tokens, usage, timings, reason, error in updates:
+        job.tokens += tokens
+        job.usage, job.timings, job.finish_reason, job.error = usage, timings, reason, error
+        job.ready.set()
+
+
+class Jobs(list[Job]):
+    """The generations of one request."""
+
+    def __init__(self, runs: Sequence[Generation], timeout_s: float) -> None:
+        self.ready = asyncio.Event()
+        self.timeout_s, self.deadline = timeout_s, time.perf_counter() + timeout_s
+        super().__init__(Job(run, self.ready) for run in runs)
+
+    async def updates(self, silence_s: float | None = None) -> AsyncIterator[list[tuple[int, list[Token]]]]:
+        """What has arrived, as (number of the job, tokens), until all have ended; the last has a job's end, too.
+
+        With `silence_s`, an empty list after so many seconds without a token.
+        """
+        open_jobs = set(range(len(self)))
+        while open_jobs:
+            left = self.deadline - time.perf_counter()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.ready.wait(), left if silence_s is None else min(left, silence_s))
+            if time.perf_counter() > self.deadline:
+                raise ApiError(504, f"the request took more than {self.timeout_s:g} s", code="timeout")
+            self.ready.clear()
+            found = []
+            for i in sorted(open_jobs):
+                job = self[i]
+                if job.error:
+                    raise job.error
+                if job.tokens or job.ended:
+                    found.append((i, list(job.tokens)))
+                    job.tokens.clear()
+                if job.ended:
+                    open_jobs.discard(i)
+            yield found
+
+
+class EngineThread:
+    """`load` opens the model, in the thread. `on_end` is called in the event loop when the thread has failed."""
+
+    def __init__(self, load: Callable[[], Llama], metrics: Metrics, queue: int, on_end: Callable[[], None]) -> None:
+        self.load, self.metrics, self.queue, self.on_end = load, metrics, queue, on_end
+        self.llama: Llama | None = None  # None while it loads
+        self.error: BaseException | None = None  # why it does not run any more
+        self.reserved = 0  # generations of requests under way
+        self.mean_s = 1.0  # that a generation takes, about
+        self._condition = threading.Condition()
+        self._posted: deque[Callable[[], None]] = deque()
+        self._jobs: list[Job] = []  # the engine thread's
+        self._stopping = self._closed = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # In the event loop
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        self._stopping = True
+        with suppress(ApiError):  # it has ended
+            self._post(lambda: None)
+        await asyncio.to_thread(self._thread.join)
+
+    def need_ready(self) -> Llama:
+        if self.error is not None:
+            raise ended()
+        if self.llama is None:
+            raise ApiError(503, "the model is being loaded", code="loading", retry_after=1)
+        return self.llama
+
+    @contextmanager
+    def admitted(self, count: int) -> Iterator[None]:
+        """A place for the generations of a request. Refused if too many are under way."""
+        slots = self.need_ready().loaded.settings.slots
+        if self.reserved and self.reserved + count > slots + self.queue:
+            waiting = max(0, self.reserved - slots)
+            seconds = min(60.0, max(1.0, self.mean_s * waiting / slots))
+            message = f"{waiting} generations are waiting; try again later"
+            raise ApiError(429, message, code="queue_full", retry_after=seconds)
+        self.reserved += count
+        try:
+            yield
+        finally:
+            self.reserved -= count
+
+    @asynccontextmanager
+    async def running(self, runs: Sequence[Generation], timeout_s: float) -> AsyncIterator[Jobs]:
+        """Run generations. Those that have not ended at the end of the block are cancelled."""
+        jobs = Jobs(runs, timeout_s)
+        self._post(lambda: self._begin(jobs))
+        try:
+            yield jobs
+        finally:
+            if not all(job.ended for job in jobs):
+                with suppress(ApiError):  # the engine has ended, and the jobs with it
+                    self._post(lambda: self._cancel(jobs))
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function in the engine thread, between two steps."""
+        result: asyncio.Future[T] = self._loop.create_future()
+
+        def finish(value: T | None, error: BaseException | None) -> None:
+            if result.done():  # its request was cancelled
+                return
+            if error is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(value)  # type: ignore[arg-type]
+
+        def work() -> None:
+            if result.cancelled():
+                return
+            try:
+                self._to_loop(finish, function(), None)
+            except Exception as error:
+                self._to_loop(finish, None, error)
+
+        self._post(work)
+        return await result
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._condition:
+            if self._closed:
+                raise ended()
+            self._posted.append(command)
+            self._condition.notify()
+
+    # In the engine thread
+
+    def _run(self) -> None:
+        try:
+            self.llama = self.load()
+            try:
+                self._work()
+            finally:
+                self.llama.close()
+                self._drain(WrongState("the server is shutting down", "try again later"))
+        except BaseException as error:
+            self.error = error
+            self._drain(error)
+            self._to_loop(self.on_end)
+
+    def _work(self) -> None:
+        while not self._stopping:
+            with self._condition:
+                while not (self._posted or self._has_work()):
+                    self._condition.wait()
+                posted = list(self._posted)
+                self._posted.clear()
+            for command in posted:
+                command()
+            if self._has_work():
+                self._step()
+                self._hand_over()
+
+    def _has_work(self) -> bool:
+        """Whether a step is due: also one that only gives back what cancelled requests hold."""
+        assert self.llama is not None
+        return bool(self.llama.scheduler.running or self.llama.scheduler.waiting)
+
+    def _step(self) -> None:
+        assert self.llama is not None
+        try:
+            with self.llama.scheduler.lock:
+                self.llama.scheduler.step()
+        except DeviceLost:
+            raise
+        except Exception as error:  # nobody knows whose it is: all that run end with it
+            log.exception("a step has failed")
+            for job in list(self._jobs):
+                assert job.run is not None
+                job.run.close()
+                self._end(job, error)
+
+    def _begin(self, jobs: Jobs) -> None:
+        for job in jobs:
+            assert job.run is not None
+            self._jobs.append(job)
+            try:
+                job.run.begin()
+            except Exception as error:
+                self._end(job, error)
+
+    def _cancel(self, jobs: Jobs) -> None:
+        for job in jobs:
+            if job.run is not None:
+                self.metrics.cancelled += 1
+                job.run.close()
+                self._end(job, WrongState("the request was cancelled"))
+
+    def _hand_over(self) -> None:
+        """Give the event loop what the step has brought."""
+        updates = [update for job in self._jobs if (update := self._take(job))]
+        for update in updates:
+            if update.finish_reason or update.error:
+                self._forget(update.job)
+        if updates:
+            self._to_loop(arrive, updates)
+
+    def _take(self, job: Job) -> Update | None:
+        run = job.run
+        assert run is not None
+        tokens: list[Token] = []
+        error = None
+        try:
+            while run.ready and not run.finish_reason:
+                tokens += [token] if (token := next(run, None)) else []
+        except Exception as raised:
+            error = raised
+        if not tokens and not run.finish_reason and error is None:
+            return None
+        self._time(job, len(tokens))
+        return Update(job, tokens, run.usage, run.timings, run.finish_reason, error)
+
+    def _end(self, job: Job, error: BaseException) -> None:
+        assert job.run is not None
+        update = Update(job, [], job.run.usage, job.run.timings, "", error)
+        self._forget(job)
+        self._to_loop(arrive, [update])
+
+    def _forget(self, job: Job) -> None:
+        run, job.run = job.run, None
+        assert run is not None
+        self._jobs.remove(job)
+        self.metrics.prompt_tokens += len(run.prompt_ids)
+        self.metrics.cached_tokens += run.timings.cached_tokens
+        self.mean_s += 0.1 * (time.perf_counter() - job.created - self.mean_s)
+
+    def _time(self, job: Job, tokens: int) -> None:
+        now = time.perf_counter()
+        if tokens:
+            self.metrics.generated_tokens += tokens
+            if job.latest:
+                self.metrics.inter_token_seconds.add((now - job.latest) / tokens, tokens)
+            else:
+                self.metrics.first_token_seconds.add(now - job.created)
+            job.latest = now
+
+    def _drain(self, error: BaseException) -> None:
+        """End whatever is there, and whatever was posted meanwhile."""
+        for job in list(self._jobs):
+            self._end(job, error)
+        with self._condition:
+            self._closed = True
+            posted = list(self._posted)
+            self._posted.clear()
+        for command in posted:
+            command()
+
+    def _to_loop(self, function: Callable[..., None], *args: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(function, *args)
+
+
+def ended() -> ApiError:
+    return ApiError(503, "the engine has ended", code="unavailable")

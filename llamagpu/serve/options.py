@@ -1,0 +1,24 @@
+"""The options of the server."""
+
+from dataclasses import dataclass
+
+KEEP_ALIVE_S = 10.0  # silence on a stream after which a comment is sent: proxies end silent ones after 30 to 60 s
+HEADER_S = 20.0  # for the headers of a request
+BODY_S = 60.0  # for its body
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    host: str = "127.0.0.1"
+    port: int = 8080  # 0: any that is free
+    model: str = "model"  # its name in the API
+    aliases: tuple[str, ...] = ()  # further names that requests may use
+    api_keys: tuple[str, ...] = ()  # none: everybody may ask
+    cors: tuple[str, ...] = ()  # origins whose pages may ask; "*": all
+    queue: int = 256  # requests that may wait beside those that run
+    body_bytes: int = 16 << 20
+    timeout_s: float = 3600.0  # for one request
+    grace_s: float = 30.0  # for the requests that run at shutdown
+    keep_alive_s: float = KEEP_ALIVE_S
+    header_s: float = HEADER_S
+    body_s: float = BODY_S

@@ -1,0 +1,68 @@
+"""A real server for tests: `llamagpu serve` in a process of its own, with a tiny random model, on a free port."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gguf_builder import tiny_llama
+
+START_S = 120.0  # on a busy machine
+# ChatML, with tools as Qwen has them. A message "think" makes the prompt end within reasoning.
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+# Tools: <tools>{{ tools | tojson }}</tools>, calls within <tool_call></tool_call><|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if messages[-1].content == "think" %}<think>
+{% endif %}{% endif %}"""
+MODEL = "tiny"
+
+
+@dataclass
+class Served:
+    url: str
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)  # of stderr
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(START_S)
+
+
+@contextmanager
+def served(folder: Path, *arguments: str, template: str = TEMPLATE, context: int = 2048) -> Iterator[Served]:
+    """A server that is ready."""
+    model, template_file = tiny_llama(folder / f"{MODEL}.gguf", context=context), folder / "template.jinja"
+    template_file.write_text(template)
+    command = [sys.executable, "-m", "llamagpu", "serve", "-m", str(model), "--port", "0"]
+    command += ["--chat-template-file", str(template_file), *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TERM": "dumb"})
+    server, ready = Served("", process), threading.Event()
+
+    def read() -> None:
+        assert process.stderr
+        for line in process.stderr:
+            server.lines.append(line.rstrip())
+            if found := re.search(r"is ready at (\S+)", line):
+                server.url = found[1]
+                ready.set()
+        ready.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        assert ready.wait(START_S) and server.url, "\n".join(server.lines)
+        yield server
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+        reader.join()

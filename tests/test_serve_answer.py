@@ -1,0 +1,98 @@
+"""Tool calls and reasoning in the text of an answer, however the text is cut into pieces."""
+
+import json
+from typing import Any
+
+import pytest
+
+from llamagpu.serve.answer import Answer
+from llamagpu.serve.tools import HERMES, LLAMA3, MISTRAL, call_id, call_schema, style_of, with_generic_prompt
+
+ARGUMENTS = '{"a": "}\\"{", "b": [1, {"c": 2}]}'
+HERMES_CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
+F = [("call", "f"), ("arguments", ARGUMENTS)]
+ONE = [("call", "f"), ("arguments", '{"x": 1}')]
+CASES: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
+    ("hello <b> <tool_call", {"style": HERMES}, [("content", "hello <b> <tool_call")]),
+    (HERMES_CALL, {"style": HERMES}, F),
+    (HERMES_CALL, {}, [("content", HERMES_CALL)]),  # no tools were offered
+    (f"Sure.\n{HERMES_CALL}\n{HERMES_CALL}\n", {"style": HERMES}, [("content", "Sure.\n"), *F, *F]),
+    (f"{HERMES_CALL} and more", {"style": HERMES}, [*F, ("content", " and more")]),
+    ("<tool_call>\nno JSON</tool_call> x", {"style": HERMES}, [("content", "<tool_call>\nno JSON</tool_call> x")]),
+    (HERMES_CALL.replace('"f"', '"g"'), {"style": HERMES}, [("content", HERMES_CALL.replace('"f"', '"g"'))]),
+    ('<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', {"style": HERMES}, ONE),
+    ('<tool_call>{"name": "f"}</tool_call>', {"style": HERMES}, [("call", "f"), ("arguments", "{}")]),
+    ('{"name": "f", "parameters": {"x": 1}}', {"style": LLAMA3}, ONE),
+    ('{"type": "function", "name": "f", "parameters": {"x": 1}}', {"style": LLAMA3}, ONE),
+    ('<|python_tag|>{"name": "f", "parameters": {"x": 1}}; {"name": "f", "parameters": {"x": 1}}',
+     {"style": LLAMA3}, [*ONE, *ONE]),
+    ('{"answer": 42}', {"style": LLAMA3}, [("content", '{"answer": 42}')]),
+    ('so {"name": "f"}', {"style": LLAMA3}, [("content", 'so {"name": "f"}')]),
+    ('[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, {"name": "f", "arguments": {"x": 1}}]',
+     {"style": MISTRAL}, [*ONE, *ONE]),
+    ('[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]f[ARGS]{"x": 1}', {"style": MISTRAL}, [*ONE, *ONE]),
+    ('[TOOL_CALLS]f{"x": 1}', {"style": MISTRAL}, ONE),
+    ("[TOOL_CALLS] hello you", {"style": MISTRAL}, [("content", "[TOOL_CALLS] hello you")]),
+    ("<think>\nhm\n\nwell\n</think>\n\nanswer", {}, [("reasoning", "hm\n\nwell"), ("content", "answer")]),
+    (f"hm</think>\n\n{HERMES_CALL}", {"style": HERMES, "thinking": "</think>"}, [("reasoning", "hm"), *F]),
+    ("[THINK]hm[/THINK]answer", {}, [("reasoning", "hm"), ("content", "answer")]),
+    ("<think>no end\n", {}, [("reasoning", "no end\n")]),
+    ("<thin", {}, [("content", "<thin")]),
+    (" <thing>", {}, [("content", " <thing>")]),
+    ("", {}, []),
+    ('{"name": "f", "arguments": {"x": 1}}', {"style": HERMES, "in_call": True}, ONE),
+    ('{"name": "f", "arguments": {"x"', {"style": HERMES, "in_call": True}, [("call", "f"), ("arguments", '{"x"')]),
+    ('{"na', {"style": HERMES, "in_call": True}, [("content", '{"na')]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "options", "expected"), CASES)
+def test_answers(text: str, options: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    for size in (1, 2, 3, 7, 1000):
+        answer, found = Answer(names=("f",), **options), []
+        pieces = [delta for i in range(0, len(text), size) for delta in answer.push(text[i : i + size])]
+        for delta in pieces + answer.end():
+            if found and found[-1][0] == delta.kind != "call":
+                found[-1] = (delta.kind, found[-1][1] + delta.text)
+            else:
+                found.append((delta.kind, delta.text))
+        assert found == expected, size
+        assert answer.calls == sum(kind == "call" for kind, _ in found)
+
+
+def test_arguments_arrive_before_the_call_is_complete() -> None:
+    answer = Answer(HERMES, ("f",))
+    deltas = answer.push('<tool_call>{"name": "f", "arguments": {"x": "abc')
+    assert [(delta.kind, delta.text) for delta in deltas] == [("call", "f"), ("arguments", '{"x": "abc')]
+
+
+def test_styles() -> None:
+    assert style_of("{{ messages }}") == (HERMES, False)
+    assert style_of("{% if tools %}<tool_call>{% endif %}") == (HERMES, True)
+    assert style_of("{% if tools %}[TOOL_CALLS]{% endif %}") == (MISTRAL, True)
+    assert style_of("{% if tools %}<|python_tag|>{% endif %}") == (LLAMA3, True)
+    assert len(call_id(MISTRAL)) == 9 and call_id(MISTRAL).isalnum() and call_id(HERMES).startswith("call_")
+
+
+def test_tools_for_a_template_that_knows_none() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "warm", "tool_call_id": "1"},
+    ]
+    system, user, assistant, result = with_generic_prompt(messages, [tool])
+    assert system["content"].startswith("Be brief.\n\n") and '{"name": "f", "parameters": {}}' in system["content"]
+    assert (user, result["role"]) == (messages[1], "user")
+    assert assistant["content"] == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    assert with_generic_prompt(messages, [])[0] == messages[0]
+
+
+def test_schemas_of_calls_keep_their_references() -> None:
+    schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": "null"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    found = call_schema([tool], LLAMA3)
+    assert found["$defs"]["tool0"]["properties"]["x"] == {"$ref": "#/$defs/tool0/$defs/X"}
+    assert json.loads(json.dumps(found))["anyOf"][0]["required"] == ["name", "parameters"]
