@@ -42,6 +42,8 @@ from llamagpu.hub.registry import resolve
 from llamagpu.results import Completion, Logprob, Timings, Token, Usage
 
 Progress = Callable[[int, int], None]
+Pooling = Literal["mean", "last"]
+POOLING_TYPES: dict[int, Pooling] = {1: "mean", 3: "last"}  # as GGUF files number them
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Prompt = str | Sequence[int] | Sequence[Message]
 
@@ -91,6 +93,11 @@ def load(
     suggested = suggested_sampling(model) if isinstance(model, str) else None
     llama.sampling = Sampling(**(suggested or {}))
     return llama
+
+
+def pooling_of(metadata: Mapping[str, Any]) -> Pooling:
+    kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
+    return POOLING_TYPES.get(kind, "mean") if isinstance(kind, int) else "mean"
 
 
 class Llama:
@@ -149,6 +156,7 @@ class Llama:
             source = open_source(self.path)
             try:
                 self.tokenizer = Tokenizer.from_gguf(source.file.metadata)
+                self.pooling = pooling_of(source.file.metadata)  # of embeddings
                 open_s, _ = elapsed(started)
                 self.loaded = load_model(source, options, gpu=gpu, progress=progress, on_plan=on_plan)
             except BaseException:
@@ -512,10 +520,11 @@ class Llama:
             for run in queued:
                 run.close()
 
-    def embed(self, text: str | Sequence[str]) -> NDArray[np.float32]:
-        """The embedding [dim] of a text, or [n, dim] of several: the mean hidden state, of length 1.
+    def embed(self, text: str | Sequence[str], *, pooling: Pooling | None = None) -> NDArray[np.float32]:
+        """The embedding [dim] of a text, or [n, dim] of several: the pooled hidden state, of length 1.
 
-        The dot product of two embeddings is their cosine similarity.
+        `pooling`: "mean" of all tokens, or the "last" token; None takes what the file says, else the mean. The dot
+        product of two embeddings is their cosine similarity.
         >>> a, b = llama.embed(["a cat", "a dog"])
         >>> -1 <= float(a @ b) <= 1
         True
@@ -531,16 +540,19 @@ class Llama:
             if len(item) > self.context:
                 cause = f"{where} has {len(item)} tokens; the context holds {self.context}"
                 raise DoesNotFit(cause, "split the text")
-        with self._alone(max(map(len, ids), default=0)) as sequence:
-            rows = [self._embedding(sequence, item) for item in ids]
+        rows = [self.embed_ids(item, pooling=pooling) for item in ids]
         return rows[0] if isinstance(text, str) else np.array(rows, np.float32).reshape(-1, self.config.dim)
 
-    def _embedding(self, sequence: TokenSequence, ids: list[int]) -> NDArray[np.float32]:
+    def embed_ids(self, ids: Sequence[int], *, pooling: Pooling | None = None) -> NDArray[np.float32]:
+        """The embedding [dim] of token ids, at most as many as the context holds."""
+        expected = "mean or last, or None"
+        check_argument("pooling", pooling, pooling in (None, *POOLING_TYPES.values()), expected)
         engine = self.loaded.engine
-        engine.discard(sequence)  # the same steps, so the same numbers, whatever came before
-        mean = engine.mean_hidden(sequence, ids)
-        need_finite(mean)
-        return np.asarray(mean / max(float(np.linalg.norm(mean)), 1e-30), np.float32)
+        with self._alone(len(ids)) as sequence:
+            hidden = engine.last_hidden if (pooling or self.pooling) == "last" else engine.mean_hidden
+            pooled = hidden(sequence, ids)
+        need_finite(pooled)
+        return np.asarray(pooled / max(float(np.linalg.norm(pooled)), 1e-30), np.float32)
 
     # Prompt caches
 
@@ -595,6 +607,7 @@ class Generation(Iterator[Token]):
     text: str = ""
     # stop: end token, stop string or end of the grammar; length: max_tokens; context: the context is full
     finish_reason: str = ""
+    stopped_by: str = ""  # the stop string that ended it
     timings: Timings = field(default_factory=Timings)
     logprobs: list[Logprob] = field(default_factory=list, repr=False)  # one for each id, with `logprobs`
     _decoder: StreamDecoder = field(init=False, repr=False)
@@ -687,6 +700,7 @@ class Generation(Iterator[Token]):
         reason = "stop" if cut >= 0 else self._reason(id)
         if cut >= 0:
             shown = cut
+            self.stopped_by = next(s for s in self.stop if text.startswith(s, cut))
         elif reason:
             text += self._decoder.flush()
             shown = len(text)

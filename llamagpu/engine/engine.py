@@ -210,16 +210,21 @@ class Engine:
 
     def mean_hidden(self, sequence: Sequence, ids: Items[int]) -> NDArray[np.float64]:
         """Append ids. Return the mean [dim] of their hidden states after the last norm."""
-        return self._checked(sequence, lambda: self._mean_hidden(sequence, ids))
+        return self._checked(sequence, lambda: self._hidden(sequence, ids))[0]
 
-    def _mean_hidden(self, sequence: Sequence, ids: Items[int]) -> NDArray[np.float64]:
+    def last_hidden(self, sequence: Sequence, ids: Items[int]) -> NDArray[np.float64]:
+        """Append ids. Return the hidden state [dim] of the last one after the last norm."""
+        return self._checked(sequence, lambda: self._hidden(sequence, ids))[1]
+
+    def _hidden(self, sequence: Sequence, ids: Items[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         self.reserve(sequence, len(ids))
         total = np.zeros(self.config.dim)
         for _, piece in self.pieces(sequence, ids):
             self.run(self.model.plan(len(piece), len(sequence)), sequence, piece)
             self.recorder.submit([Step(self.model.hidden_plan(len(piece)), len(piece))])
-            total += self.model.read_hidden(len(piece)).sum(axis=0, dtype=np.float64)
-        return total / len(ids)
+            hidden = self.model.read_hidden(len(piece))
+            total += hidden.sum(axis=0, dtype=np.float64)
+        return total / len(ids), hidden[-1].astype(np.float64)
 
     @property
     def score_rows(self) -> int:

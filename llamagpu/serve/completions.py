@@ -104,7 +104,7 @@ def begin(server: Server, request: CompletionRequest) -> tuple[dict[str, Any], P
     return head, wanted, prompts_of(request.prompt, llama)
 
 
-def prompts_of(prompt: str | list[str | int | list[int]], llama: Llama) -> list[str | list[int]]:
+def prompts_of(prompt: str | list[str | int | list[int]], llama: Llama, param: str = "prompt") -> list[str | list[int]]:
     """One text, one list of ids, or several of either."""
     if isinstance(prompt, str):
         return [prompt]
@@ -112,12 +112,12 @@ def prompts_of(prompt: str | list[str | int | list[int]], llama: Llama) -> list[
         prompt = [[item for item in prompt if isinstance(item, int)]]
     found = [item for item in prompt if not isinstance(item, int)]
     if not found or len(found) != len(prompt):
-        raise invalid("prompt: give a text, token ids, or a list of either", "prompt")
+        raise invalid(f"{param}: give a text, token ids, or a list of either", param)
     if len(found) > MOST_PROMPTS:
-        raise invalid(f"prompt: give at most {MOST_PROMPTS} of them", "prompt")
+        raise invalid(f"{param}: give at most {MOST_PROMPTS} of them", param)
     for item in found:
         if not isinstance(item, str) and not all(0 <= id < llama.config.vocab for id in item):
-            raise invalid(f"prompt has token ids outside 0..{llama.config.vocab - 1}", "prompt")
+            raise invalid(f"{param} has token ids outside 0..{llama.config.vocab - 1}", param)
     return found
 
 

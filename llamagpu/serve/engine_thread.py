@@ -34,6 +34,7 @@ class Job:
         self.ready = ready
         self.tokens: deque[Token] = deque()  # that have arrived and are not taken
         self.finish_reason = ""  # set at the end, as Generation has it
+        self.stopped_by = ""  # the stop string
         self.error: BaseException | None = None
         self.usage = Usage(self.prompt_tokens, 0, 0)
         self.timings = Timings()
@@ -50,15 +51,17 @@ class Update(NamedTuple):
     tokens: list[Token]
     usage: Usage
     timings: Timings
-    finish_reason: str
+    finish_reason: str = ""
+    stopped_by: str = ""
     error: BaseException | None = None
 
 
 def arrive(updates: list[Update]) -> None:
     """In the event loop: the jobs get what a step has brought."""
-    for job, tokens, usage, timings, reason, error in updates:
+    for job, tokens, usage, timings, reason, stopped_by, error in updates:
         job.tokens += tokens
-        job.usage, job.timings, job.finish_reason, job.error = usage, timings, reason, error
+        job.usage, job.timings, job.error = usage, timings, error
+        job.finish_reason, job.stopped_by = reason, stopped_by
         job.ready.set()
 
 
@@ -218,7 +221,7 @@ class EngineThread:
     def _has_work(self) -> bool:
         """Whether a step is due: also one that only gives back what cancelled requests hold."""
         assert self.llama is not None
-        return bool(self.llama.scheduler.running or self.llama.scheduler.waiting)
+        return bool(self._jobs or self.llama.scheduler.running or self.llama.scheduler.waiting)
 
     def _step(self) -> None:
         assert self.llama is not None
@@ -272,11 +275,11 @@ class EngineThread:
         if not tokens and not run.finish_reason and error is None:
             return None
         self._time(job, len(tokens))
-        return Update(job, tokens, run.usage, run.timings, run.finish_reason, error)
+        return Update(job, tokens, run.usage, run.timings, run.finish_reason, run.stopped_by, error)
 
     def _end(self, job: Job, error: BaseException) -> None:
         assert job.run is not None
-        update = Update(job, [], job.run.usage, job.run.timings, "", error)
+        update = Update(job, [], job.run.usage, job.run.timings, error=error)
         self._forget(job)
         self._to_loop(arrive, [update])
 

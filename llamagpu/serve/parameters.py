@@ -58,7 +58,7 @@ class Parameters:
 
 
 def parameters(
-    given: SamplingFields, base: Sampling, vocab: int, max_tokens: int | None, logprobs: int | None
+    given: SamplingFields, base: Sampling, vocab: int, max_tokens: int | None, logprobs: int | None = None
 ) -> Parameters:
     n = 1 if given.n is None else given.n
     if not 1 <= n <= MAX_CHOICES:

@@ -1,0 +1,199 @@
+"""The server's other APIs, driven by their own clients: embeddings, responses, Anthropic's messages."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import numpy as np
+import openai
+import pydantic
+import pytest
+from serving import MODEL, Served, served
+
+from llamagpu import Llama
+
+TIMEOUT_S = 60.0
+HELLO: Any = [{"role": "user", "content": "hello you"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tmp_path_factory.mktemp("serve")
+
+
+@pytest.fixture(scope="module")
+def server(gpu: Any, folder: Any) -> Iterator[Served]:
+    with served(folder) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def claude(server: Served) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=TIMEOUT_S)
+
+
+# Embeddings
+
+
+def test_embeddings(client: openai.OpenAI, server: Served, folder: Any, gpu: Any) -> None:
+    texts = ["a cat", "the dog sleeps"]
+    found = client.embeddings.create(model=MODEL, input=texts)  # the client asks for base64
+    plain = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
+    with Llama(folder / f"{MODEL}.gguf", device=gpu) as llama:
+        expected, last = llama.embed(texts), llama.embed(texts[1], pooling="last")
+        ids = llama.encode(texts[0])
+    assert [one.index for one in found.data] == [0, 1] and found.usage.prompt_tokens > 2
+    np.testing.assert_allclose([one.embedding for one in found.data], expected, atol=1e-6)
+    np.testing.assert_allclose([one.embedding for one in plain.data], expected, atol=1e-6)
+    of_ids = client.embeddings.create(model=MODEL, input=ids, encoding_format="float")
+    np.testing.assert_allclose(of_ids.data[0].embedding, expected[0], atol=1e-6)
+    body = {"input": texts[1], "pooling": "last"}
+    row = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=TIMEOUT_S).json()["data"][0]["embedding"]
+    np.testing.assert_allclose(row, last, atol=1e-6)
+    assert abs(np.linalg.norm(row) - 1) < 1e-5 and abs(float(last @ expected[1])) < 0.999
+
+
+@pytest.mark.parametrize("body", [{}, {"input": []}, {"input": ""}, {"input": [[]]}, {"input": [5000]}, {"input": {}},
+                                  {"input": "a", "dimensions": 5}, {"input": "a", "encoding_format": "hex"},
+                                  {"input": "a", "pooling": "max"}, {"input": "a" * 90_000}])  # fmt: skip
+def test_embeddings_of_nothing(server: Served, body: dict[str, Any]) -> None:
+    found = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=TIMEOUT_S)
+    if body == {"input": ""}:
+        assert found.status_code == 200  # of BOS
+    else:
+        assert found.status_code == 400 and found.json()["error"]["message"]
+
+
+# Responses
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    whole = client.responses.create(
+        model=MODEL, input="hello you", instructions="Be brief.", max_output_tokens=8, temperature=0
+    )
+    assert whole.status == "incomplete" and whole.incomplete_details
+    assert whole.incomplete_details.reason == "max_output_tokens"
+    assert whole.usage and whole.usage.output_tokens == 8 and whole.output_text
+    again = client.responses.create(
+        model=MODEL,
+        input=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hello you"}],
+        max_output_tokens=8,
+        temperature=0,
+    )
+    assert again.output_text == whole.output_text
+    with client.responses.stream(
+        model=MODEL, input="hello you", instructions="Be brief.", max_output_tokens=8, temperature=0
+    ) as stream:
+        kinds = [event.type for event in stream]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+
+
+def test_structured_and_called_responses(client: openai.OpenAI) -> None:
+    class Town(pydantic.BaseModel):
+        large: bool
+
+    parsed = client.responses.parse(model=MODEL, input="hello", text_format=Town, temperature=1, max_output_tokens=99)
+    assert isinstance(parsed.output_parsed, Town) and parsed.status == "completed"
+    tool: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
+    stream = client.responses.create(
+        model=MODEL, input="hello", tools=[tool], tool_choice="required", max_output_tokens=300, stream=True
+    )
+    events = list(stream)
+    done: Any = events[-1]
+    (call,) = done.response.output
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(pieces) == call.arguments and json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    later = client.responses.create(
+        model=MODEL,
+        input=[
+            {"role": "user", "content": "hello"},
+            {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments},
+            {"type": "function_call_output", "call_id": call.call_id, "output": "warm"},
+        ],
+        max_output_tokens=2,
+    )
+    assert later.output
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model=MODEL, input="hello", previous_response_id="resp_1")
+    assert refused.value.param == "previous_response_id"
+
+
+# Messages
+
+
+def test_messages(claude: anthropic.Anthropic) -> None:
+    request: Any = {"model": MODEL, "messages": HELLO, "system": "Be brief.", "max_tokens": 8}
+    request["extra_body"] = {"temperature": 0}  # the client has no argument for it
+    whole = claude.messages.create(**request)
+    assert (whole.role, whole.stop_reason, whole.usage.output_tokens) == ("assistant", "max_tokens", 8)
+    text = whole.content[0].text  # type: ignore[union-attr]
+    with claude.messages.stream(**request) as stream:
+        kinds = [event.type for event in stream if event.type != "text"]
+        final = stream.get_final_message()
+    assert final.content[0].text == text  # type: ignore[union-attr]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    counted = claude.messages.count_tokens(model=MODEL, messages=HELLO, system="Be brief.")
+    used = whole.usage
+    assert counted.input_tokens == used.input_tokens + (used.cache_read_input_tokens or 0)
+    stopped = claude.messages.create(**{**request, "stop_sequences": ["no such text", text[3]]})
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", text[3])
+
+
+def test_messages_with_tools(claude: anthropic.Anthropic) -> None:
+    tool: Any = {"name": "weather", "description": "of a city", "input_schema": SCHEMA}
+    request: Any = {"model": MODEL, "messages": HELLO, "tools": [tool], "max_tokens": 300}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        with claude.messages.stream(**request, tool_choice=choice) as stream:
+            final = stream.get_final_message()
+        (block,) = final.content
+        assert (final.stop_reason, block.type) == ("tool_use", "tool_use")
+        assert block.name == "weather" and block.input["city"] in ("Rome", "Oslo")  # type: ignore[union-attr]
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "warm"}]}
+    messages: Any = [
+        *HELLO,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}}]},
+        {"role": "user", "content": [result, {"type": "text", "text": "and?"}]},
+    ]
+    assert claude.messages.create(model=MODEL, messages=messages, max_tokens=2).content
+    thought = claude.messages.create(model=MODEL, messages=[{"role": "user", "content": "think"}], max_tokens=4)
+    assert thought.content[0].type == "thinking"
+
+
+def test_errors_in_anthropics_shape(claude: anthropic.Anthropic, server: Served) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.create(model="claude", messages=HELLO, max_tokens=2)
+    image: Any = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+    with pytest.raises(anthropic.BadRequestError, match="image"):
+        claude.messages.create(model=MODEL, messages=image, max_tokens=2)
+    bodies: list[Any] = [{}, [], {"messages": HELLO}, {"messages": HELLO, "max_tokens": 0}, {"messages": 4}]
+    for body in [*bodies, {"messages": HELLO, "max_tokens": 2, "tools": [{"name": "x", "type": "bash_20250124"}]}]:
+        found = httpx.post(f"{server.url}/v1/messages", json=body)
+        assert found.status_code == 400 and found.json()["type"] == "error"
+        assert found.json()["error"]["type"] == "invalid_request_error"
+    for path in ("responses", "messages/count_tokens"):
+        assert httpx.post(f"{server.url}/v1/{path}", content=b"{").status_code == 400
