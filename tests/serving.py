@@ -38,12 +38,16 @@ class Served:
 
 
 @contextmanager
-def served(folder: Path, *arguments: str, template: str = TEMPLATE, context: int = 2048) -> Iterator[Served]:
-    """A server that is ready."""
-    model, template_file = tiny_llama(folder / f"{MODEL}.gguf", context=context), folder / "template.jinja"
-    template_file.write_text(template)
-    command = [sys.executable, "-m", "llamagpu", "serve", "-m", str(model), "--port", "0"]
-    command += ["--chat-template-file", str(template_file), *arguments]
+def served(
+    folder: Path, *arguments: str, model: Path | None = None, template: str | None = TEMPLATE
+) -> Iterator[Served]:
+    """A server that is ready. Without a template the model's own is used."""
+    path = model or tiny_llama(folder / f"{MODEL}.gguf", context=2048)
+    command = [sys.executable, "-m", "llamagpu", "serve", "-m", str(path), "--port", "0", *arguments]
+    if template is not None:
+        template_file = folder / "template.jinja"
+        template_file.write_text(template)
+        command += ["--chat-template-file", str(template_file)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TERM": "dumb"})
     server, ready = Served("", process), threading.Event()
 

@@ -21,6 +21,7 @@ from llamagpu.serve import (
     messages,
     metrics_page,
     models,
+    page,
     responses,
     slots,
     tokenize,
@@ -47,6 +48,7 @@ POST: dict[str, Handler] = {
     "/apply-template": apply_template.handle,
 }
 OPEN: dict[str, Handler] = {  # without a key
+    "/": page.handle,
     "/health": health.handle,
 }
 ANTHROPIC = "/v1/messages"
