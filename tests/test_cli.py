@@ -150,7 +150,7 @@ def test_every_command_has_help(run, words):
     assert not [p.name for p in params if not p.help]
     summaries = result.out.decode().partition("\nCommands:\n")[2]
     assert "..." not in summaries, "a summary is cut off"
-    samples = words in (("generate",), ("chat",))
+    samples = words in (("generate",), ("chat",), ("serve",), ("batch",))
     assert ("suggested sampling" in result.out.decode()) == samples
     if samples:
         by_model = {p.name: p for p in params if "default: the model's" in (p.help or "")}
@@ -257,7 +257,7 @@ def test_an_environment_variable_with_a_bad_value_is_named(run, model):
 
 def test_help_lists_commands_in_the_order_of_use(run):
     lines = run("--help").out.decode().split("Commands:\n")[1].splitlines()
-    assert [line.split()[0] for line in lines][:4] == ["generate", "chat", "models", "bench"]
+    assert [line.split()[0] for line in lines][:4] == ["generate", "chat", "serve", "batch"]
     assert {line.split()[0] for line in lines} == {words[0] for words in COMMANDS}
     assert all(line.endswith(".") and not line.endswith("...") for line in lines)
 

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from llamagpu import __version__
 from llamagpu.cli import measure
 from llamagpu.cli import options as o
+from llamagpu.cli.batch import batch
 from llamagpu.cli.bench import bench_app
 from llamagpu.cli.bench_steps import steps
 from llamagpu.cli.chat import chat
@@ -29,6 +30,7 @@ SUMMARIES = {
     "generate": "Generate text from a prompt.",
     "chat": "Chat with a model.",
     "serve": "Serve a model over HTTP, as OpenAI and Anthropic do.",
+    "batch": "Answer a file of requests.",
     "models": "List, fetch and remove models by name.",
     "bench": "Measure tokens per second, as llama-bench does.",
     "devices": "List the adapters, or the dispatches that run a model.",
@@ -60,7 +62,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # Rich takes 0.1 s to import, and its boxes leave 20 columns for the help
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for run in (generate, chat, serve, perplexity):
+for run in (generate, chat, serve, batch, perplexity):
     app.command(cls=RunCommand, short_help=SUMMARIES[run.__name__])(run)
 for other in (tokenize, convert, measure.profile, measure.verify, measure.devices):
     app.command(short_help=SUMMARIES[other.__name__])(other)

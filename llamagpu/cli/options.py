@@ -181,6 +181,9 @@ SystemOption = Annotated[
     str | None,
     option("-sys", "--system", "--system-prompt", help="System message for the chat template (default: none)."),
 ]
+TemplateOption = Annotated[
+    str | None, option("--chat-template-file", help="Chat template in Jinja (default: the one in the model's file).")
+]
 UbatchOption = Annotated[
     int | None,
     option(

@@ -44,9 +44,7 @@ def serve(
     grace: Annotated[
         float, o.option("--grace", help="Seconds that running requests get at shutdown.", callback=o.finite(0))
     ] = 30.0,
-    template_file: Annotated[
-        str | None, o.option("--chat-template-file", help="Chat template in Jinja (default: the model's own).")
-    ] = None,
+    template_file: o.TemplateOption = None,
     ctx_size: o.ContextOption = 0,
     kv_memory: o.KvMemoryOption = None,
     temp: o.TempOption = 0.8,

@@ -1,0 +1,130 @@
+"""`llamagpu batch`: every line gets its answer, whatever ends the process in between."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_builder import tiny_llama
+from serving import START_S, TEMPLATE
+
+from llamagpu import Llama
+from llamagpu.batch import Progress, Shard, finished, run_batch
+from llamagpu.cli.batch import read_shard, summary
+from llamagpu.cli.terminal import Usage
+from llamagpu.errors import BadFile
+from llamagpu.serve.options import ServeOptions
+
+OPTIONS = ServeOptions(model="tiny")
+
+
+def request(number: int, **body: Any) -> dict[str, Any]:
+    fields = {"messages": [{"role": "user", "content": f"hello {number}"}], "temperature": 1, "seed": number}
+    body = {"model": "tiny", **fields, "max_tokens": 4 + number % 7, **body}
+    return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("batch")
+    tiny_llama(found / "tiny.gguf", context=512)
+    (found / "template.jinja").write_text(TEMPLATE)
+    return found
+
+
+def write_lines(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def answers(path: Path) -> dict[str, Any]:
+    """The answers' texts or errors by id, or by number of the line."""
+    found = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        response = line["response"]
+        body = response["body"] if response else line["error"]
+        text = body["choices"][0]["message"]["content"] if "choices" in body else body
+        name = line["custom_id"] or line["line"]
+        assert name not in found
+        found[name] = text
+    return found
+
+
+def run(folder: Path, gpu: Any, source: Path, target: Path, shard: Shard | None = None) -> Progress:
+    def load() -> Llama:
+        llama = Llama(folder / "tiny.gguf", device=gpu, kv_sequences=4)
+        llama.tokenizer.chat_template = TEMPLATE
+        return llama
+
+    return run_batch(load, OPTIONS, source, target, shard or Shard())
+
+
+def test_every_line_gets_its_answer(folder: Path, gpu: Any, tmp_path: Path) -> None:
+    embedding = {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": {"input": "a cat"}}
+    completion = {
+        "custom_id": "c",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": "a", "max_tokens": 3},
+    }
+    lines = [request(1), "", embedding, completion, "{", request(2), request(1), {**request(3), "url": "/v1/no"}]
+    lines += [request(4, temperature=-1), request(5, stream=True), request(6, model="other"), '{"custom_id": 5}']
+    source, target = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    progress = run(folder, gpu, source, target)
+    found = [json.loads(line) for line in target.read_text().splitlines()]
+    status = {line["custom_id"] or line["line"]: (line["response"] or {}).get("status_code") for line in found}
+    assert status == {
+        **{"r1": 200, "e": 200, "c": 200, 5: None, "r2": 200, 7: None},
+        **{"r3": 404, "r4": 400, "r5": 400, "r6": 404, 12: None},
+    }
+    assert (progress.total, progress.done, progress.failed, progress.skipped) == (11, 11, 7, 0)
+    assert "11/11 requests, 7 failed" in summary(progress)
+    again = run(folder, gpu, source, target)
+    assert (again.done, again.skipped) == (0, 11) and len(target.read_text().splitlines()) == 11
+
+
+def test_killed_and_started_again(folder: Path, gpu: Any, tmp_path: Path) -> None:
+    """SIGKILL in the middle of the work, and of a line: the rest is done, nothing twice, and all texts are the same."""
+    source = write_lines(tmp_path / "in.jsonl", [request(i) for i in range(40)])
+    target, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    arguments = ["-m", folder / "tiny.gguf", "--chat-template-file", folder / "template.jinja", "-np", "4"]
+    command = [sys.executable, "-m", "llamagpu", "batch", "-i", source, "-o", target, *arguments]
+    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + START_S
+    while process.poll() is None and not (target.exists() and target.read_bytes().count(b"\n") >= 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = target.read_bytes().count(b"\n")
+    with target.open("ab") as file:
+        file.write(b'{"id": "half a li')
+    progress = run(folder, gpu, source, target)
+    assert before >= 2 and (progress.skipped, progress.done, progress.failed) == (before, 40 - before, 0)
+    run(folder, gpu, source, whole)
+    assert answers(target) == answers(whole) and len(answers(whole)) == 40
+
+
+def test_shards(folder: Path, gpu: Any, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [request(i) for i in range(5)])
+    parts = []
+    for i in range(2):
+        run(folder, gpu, source, tmp_path / f"{i}.jsonl", Shard(i, 2))
+        parts.append(set(answers(tmp_path / f"{i}.jsonl")))
+    assert parts == [{"r0", "r2", "r4"}, {"r1", "r3"}]
+    assert read_shard("2/4") == (2, 4)
+    for wrong in ("0/4", "5/4", "1", "a/b", "1/0"):
+        with pytest.raises(Usage):
+            read_shard(wrong)
+
+
+def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("my notes\nmore\n")
+    with pytest.raises(BadFile, match="no output of a batch"):
+        finished(other)
+    assert other.read_text() == "my notes\nmore\n"
