@@ -4,9 +4,11 @@ import json
 from typing import Any
 
 import pytest
+from package_data import templates
 
+from llamagpu.files.chat_template import render
 from llamagpu.serve.answer import Answer
-from llamagpu.serve.tools import HERMES, LLAMA3, MISTRAL, call_id, call_schema, style_of, with_generic_prompt
+from llamagpu.serve.tools import HERMES, LLAMA3, MISTRAL, ToolStyle, call_id, call_schema, style_of, with_generic_prompt
 
 ARGUMENTS = '{"a": "}\\"{", "b": [1, {"c": 2}]}'
 HERMES_CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -71,7 +73,26 @@ def test_styles() -> None:
     assert style_of("{% if tools %}<tool_call>{% endif %}") == (HERMES, True)
     assert style_of("{% if tools %}[TOOL_CALLS]{% endif %}") == (MISTRAL, True)
     assert style_of("{% if tools %}<|python_tag|>{% endif %}") == (LLAMA3, True)
+    assert style_of("{% if tools %}<tool_call><function=f>{% endif %}") == (HERMES, False)
     assert len(call_id(MISTRAL)) == 9 and call_id(MISTRAL).isalnum() and call_id(HERMES).startswith("call_")
+
+
+@pytest.mark.parametrize(
+    ("name", "style", "knows_tools"),
+    [
+        ("meta-llama-Llama-3.2-3B-Instruct", LLAMA3, True),
+        ("Qwen-Qwen2.5-7B-Instruct", HERMES, True),
+        ("Qwen-Qwen3-0.6B", HERMES, True),
+        ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", HERMES, True),
+        ("mistralai-Mistral-Nemo-Instruct-2407", MISTRAL, True),
+        ("Mistral-Small-3.2-24B-Instruct-2506", MISTRAL, True),
+        ("Qwen3-Coder", HERMES, False),  # calls in XML
+        ("google-gemma-2-2b-it", HERMES, False),
+        ("microsoft-Phi-3.5-mini-instruct", HERMES, False),
+    ],
+)
+def test_styles_of_real_templates(name: str, style: ToolStyle, knows_tools: bool) -> None:
+    assert style_of(templates()[name]) == (style, knows_tools)
 
 
 def test_tools_for_a_template_that_knows_none() -> None:
@@ -96,3 +117,19 @@ def test_schemas_of_calls_keep_their_references() -> None:
     found = call_schema([tool], LLAMA3)
     assert found["$defs"]["tool0"]["properties"]["x"] == {"$ref": "#/$defs/tool0/$defs/X"}
     assert json.loads(json.dumps(found))["anyOf"][0]["required"] == ["name", "parameters"]
+
+
+@pytest.mark.parametrize(
+    "name", ["meta-llama-Llama-3.2-3B-Instruct", "Qwen-Qwen3-0.6B", "mistralai-Mistral-Nemo-Instruct-2407"]
+)
+def test_real_templates_show_tools_calls_and_results(name: str) -> None:
+    style, _ = style_of(templates()[name])
+    tool = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {}}}
+    call = {"id": call_id(style), "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "warm", "tool_call_id": call["id"]},
+    ]
+    text = render(templates()[name], messages, bos_token="<s>", eos_token="</s>", tools=[tool])
+    assert '"of a city"' in text and '"city": "Rome"' in text and "warm" in text

@@ -19,10 +19,13 @@ class ToolStyle:
     special: bool = False  # whether `begin` is a control token
     forced: str = ""  # the beginning of an answer that must be a call: the JSON object of one follows
     id_letters: int = 24
+    mark: str = ""  # what templates that ask for it also have
 
 
 HERMES = ToolStyle("<tool_call>", "</tool_call>", forced="<tool_call>\n")  # Qwen, Hermes, SmolLM
-LLAMA3 = ToolStyle("<|python_tag|>", arguments="parameters", bare=True, special=True)
+LLAMA3 = ToolStyle(
+    "<|python_tag|>", arguments="parameters", bare=True, special=True, mark='"parameters": dictionary of argument name'
+)
 MISTRAL = ToolStyle("[TOOL_CALLS]", special=True, forced="[TOOL_CALLS][", id_letters=9)
 GENERIC_PROMPT = """You can call functions. Each line describes one:
 {tools}
@@ -33,15 +36,19 @@ To call a function, answer with its name and its arguments as JSON, one block a 
 </tool_call>"""
 
 
+OTHER_STYLES = ("<function=", "<arg_key>")  # calls that are not JSON
+
+
 def style_of(template: str) -> tuple[ToolStyle, bool]:
-    """The style of a model with this template, and whether the template tells the model about tools."""
-    if "tools" not in template:
-        return HERMES, False  # with GENERIC_PROMPT
-    if "[TOOL_CALLS]" in template:
-        return MISTRAL, True
-    if "<|python_tag|>" in template or '"parameters": dictionary' in template:
-        return LLAMA3, True
-    return HERMES, True
+    """The style of a model with this template, and whether the template is to tell the model about tools.
+
+    Where it would ask for a style that is not known here, GENERIC_PROMPT asks for one that is.
+    """
+    if "tools" in template and not any(mark in template for mark in OTHER_STYLES):
+        for style in (MISTRAL, LLAMA3, HERMES):
+            if style.begin in template or (style.mark and style.mark in template):
+                return style, True
+    return HERMES, False
 
 
 def generic_prompt(tools: Sequence[Tool]) -> str:

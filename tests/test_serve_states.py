@@ -1,0 +1,109 @@
+"""What the server says while it loads, when its engine has ended, to other origins, and when time is over. No GPU."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from llamagpu.errors import LlamaGpuError
+from llamagpu.llama import Generation, Llama
+from llamagpu.serve.app import make_app
+from llamagpu.serve.engine_thread import EngineThread, Jobs
+from llamagpu.serve.errors import ApiError, field_of
+from llamagpu.serve.metrics import Histogram, Metrics
+from llamagpu.serve.options import ServeOptions
+from llamagpu.serve.state import Server
+
+BODY = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+
+
+@contextmanager
+def loading() -> Iterator[tuple[Any, threading.Event]]:
+    """A function that never finishes loading a model, until the event is set: then it fails."""
+    go = threading.Event()
+
+    def load() -> Llama:
+        go.wait()
+        raise LlamaGpuError("no such model")
+
+    yield load, go
+    go.set()
+
+
+def make(load: Any, **options: Any) -> tuple[Server, httpx.AsyncClient, asyncio.Event]:
+    ended = asyncio.Event()
+    server = Server(ServeOptions(**options), EngineThread(load, Metrics(), 1, ended.set), Metrics(), lambda text: None)
+    server.engine.start()
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(make_app(server)), base_url="http://test")
+    return server, client, ended
+
+
+def test_while_it_loads_and_after_it_failed() -> None:
+    async def main() -> None:
+        with loading() as (load, go):
+            server, client, ended = make(load)
+            async with client:
+                assert (await client.get("/health")).status_code == 503
+                for path in ("/v1/chat/completions", "/v1/messages", "/tokenize", "/v1/embeddings"):
+                    found = await client.post(path, json={**BODY, "content": "x", "input": "x"})
+                    assert found.status_code == 503 and found.headers["Retry-After"] == "1"
+                for path in ("/v1/models", "/metrics", "/slots"):
+                    assert (await client.get(path)).status_code == 503
+                assert (await client.get("/")).status_code == 200
+                go.set()
+                await ended.wait()
+                assert isinstance(server.engine.error, LlamaGpuError)
+                assert (await client.get("/health")).json() == {"status": "error"}
+                assert (await client.post("/v1/chat/completions", json=BODY)).status_code == 503
+                await server.engine.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_origins_that_are_named() -> None:
+    async def main() -> None:
+        with loading() as (load, _):
+            _, client, _ = make(load, cors=("https://a.example",), api_keys=("k",))
+            asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+            async with client:
+                allowed = await client.options("/v1/models", headers={"Origin": "https://a.example", **asked})
+                assert allowed.status_code == 200
+                assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+                other = await client.options("/v1/models", headers={"Origin": "https://b.example", **asked})
+                assert other.status_code == 400
+                refused = await client.get("/v1/models", headers={"Origin": "https://b.example"})
+                assert refused.status_code == 403
+                named = await client.get("/v1/models", headers={"Origin": "https://a.example"})
+                assert named.status_code == 401
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_silence_and_the_end_of_time() -> None:
+    class Run:
+        prompt_ids = (1,)
+
+    async def main() -> None:
+        jobs = Jobs([cast(Generation, Run())], timeout_s=0.2)
+        found = []
+        with pytest.raises(ApiError) as caught:
+            async for update in jobs.updates(silence_s=0.02):
+                found.append(update)
+        assert caught.value.status == 504 and found and not any(found)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_histograms_and_names_of_fields() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.add(value)
+    assert list(histogram.samples()) == [
+        *[('_bucket{le="1.0"}', 2), ('_bucket{le="2.0"}', 3), ('_bucket{le="+Inf"}', 4)],
+        *[("_sum", 12.0), ("_count", 4)],
+    ]
+    assert field_of("top_p is 2") == "top_p" and field_of("the prompt is empty") is None
