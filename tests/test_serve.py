@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pydantic
 import pytest
@@ -364,6 +365,7 @@ FIELDS: list[tuple[str, Any]] = [
     ("tools", [{"type": "function"}]), ("tools", "all"), ("tool_choice", "required"), ("tool_choice", "maybe"),
     ("tool_choice", {"type": "function", "function": {"name": "no"}}), ("model", 5), ("model", "other"),
     ("chat_template_kwargs", {"messages": []}), ("repeat_penalty", 0),
+    ("n", SLOTS + QUEUE + 1),
     ("messages", [{"role": "user", "content": "a" * 90_000}]),
 ]  # fmt: skip
 
@@ -400,6 +402,18 @@ def test_prompts_that_are_none(http: httpx.Client, prompt: Any) -> None:
         assert response.status_code == 200  # the model begins with BOS
     else:
         check_error(response)
+
+
+def test_deep_schemas(http: httpx.Client) -> None:
+    for levels in (20, 120, 200, 300, 460):
+        schema: dict[str, Any] = {"type": "object"}
+        for _ in range(levels):
+            schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        for more in ({"tools": [tool]}, {"tools": [tool], "tool_choice": "required"}, {"response_format": form}):
+            raw = msgspec.json.encode({"messages": HELLO, "max_tokens": 2, **more})
+            assert http.post("/v1/chat/completions", content=raw).status_code in (200, 400)
 
 
 def test_sizes_paths_and_methods(http: httpx.Client, server: Served) -> None:

@@ -137,7 +137,10 @@ class EngineThread:
     def admitted(self, count: int) -> Iterator[None]:
         """A place for the generations of a request. Refused if too many are under way."""
         slots = self.need_ready().loaded.settings.slots
-        if self.reserved and self.reserved + count > slots + self.queue:
+        if count > slots + self.queue:
+            most = f"this server takes {slots + self.queue} at once"
+            raise ApiError(400, f"the request asks for {count} generations; {most}", param="n")
+        if self.reserved + count > slots + self.queue:
             waiting = max(0, self.reserved - slots)
             seconds = min(60.0, max(1.0, self.mean_s * waiting / slots))
             message = f"{waiting} generations are waiting; try again later"

@@ -51,6 +51,8 @@ def as_api_error(error: BaseException, param: str | None = None) -> ApiError:
     """What a request's error is to its client. `param`: the field that it came from, if that is known."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the body is nested too deeply", param=param)
     if not isinstance(error, LlamaGpuError):
         return ApiError(500, "an internal error; the server's log has it", code="internal_error")
     message = f"{error.cause}; {error.remedy}" if error.remedy else error.cause
