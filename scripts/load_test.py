@@ -41,23 +41,23 @@ class Report:
     seconds: float = 0.0
 
 
-def body(number: int, longest: int) -> dict[str, Any]:
+def body(number: int, args: argparse.Namespace) -> dict[str, Any]:
     """A request of a length of its own; most are sampled, with a seed."""
     rng = random.Random(number)
     prompt = " ".join(rng.choice(WORDS.split()) for _ in range(rng.choice([2, 8, 30, 100])))
     return {
         "prompt": prompt,
-        "max_tokens": rng.randint(2, longest),
-        "temperature": rng.choice([0, 0.7, 1.0]),
+        "max_tokens": rng.randint(2, args.longest),
+        "temperature": 0 if args.greedy else rng.choice([0, 0.7, 1.0]),
         "seed": number,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
 
 
-async def one(client: httpx.AsyncClient, number: int, longest: int, leave_after: int | None, report: Report) -> None:
+async def one(client: httpx.AsyncClient, request: dict[str, Any], leave_after: int | None, report: Report) -> None:
     """Send a request and read its stream; `leave_after` so many events the client goes away."""
-    request, parts, began, latest = body(number, longest), [], time.perf_counter(), 0.0
+    parts, began, latest = [], time.perf_counter(), 0.0
     while True:
         async with client.stream("POST", "/v1/completions", json=request) as response:
             if response.status_code == 429:
@@ -78,7 +78,7 @@ async def one(client: httpx.AsyncClient, number: int, longest: int, leave_after:
                 if leave_after is not None and len(parts) >= leave_after:
                     report.gone += 1
                     return
-        report.texts[number] = "".join(parts)
+        report.texts[request["seed"]] = "".join(parts)
         return
 
 
@@ -90,7 +90,7 @@ async def load(url: str, headers: dict[str, str], args: argparse.Namespace) -> R
         async def work() -> None:
             for number in numbers:
                 leaves = rng.random() < args.leaving
-                await one(client, number, args.longest, rng.randint(0, 8) if leaves else None, report)
+                await one(client, body(number, args), rng.randint(0, 8) if leaves else None, report)
 
         began = time.perf_counter()
         await asyncio.gather(*(work() for _ in range(args.clients)))
@@ -104,7 +104,7 @@ async def differing(url: str, headers: dict[str, str], report: Report, args: arg
     alone = Report()
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S) as client:
         for number in numbers:
-            await one(client, number, args.longest, None, alone)
+            await one(client, body(number, args), None, alone)
     return [number for number in numbers if alone.texts[number] != report.texts[number]]
 
 
@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--longest", type=int, default=64, help="tokens of the longest answer")
+    parser.add_argument("--greedy", action="store_true", help="temperature 0 for all, as `bench --parallel` has it")
     parser.add_argument("--leaving", type=float, default=1 / 3, help="share of clients that go away")
     parser.add_argument("--checked", type=int, default=32, help="finished texts that are compared with those alone")
     parser.add_argument("--seed", type=int, default=0)
