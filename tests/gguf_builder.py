@@ -22,6 +22,13 @@ RANDOM_TYPES = {
     "Q6_K": (208, 1366.0, None),
     "IQ4_NL": (0, 70.0, None),
     "IQ4_XS": (0, 1300.0, None),
+    "IQ3_S": (0, 141.0, None),
+    "IQ3_XXS": (0, 142.0, None),
+    "IQ2_S": (0, 56.0, None),
+    "IQ2_XS": (0, 56.0, None),
+    "IQ2_XXS": (0, 53.0, None),
+    "IQ1_S": (0, 7.2, None),
+    "IQ1_M": (48, 7.2, None),
 }
 Tensors = dict[str, tuple[str | int, tuple[int, ...], bytes]]  # name -> type or its number, numpy shape, data
 
@@ -122,7 +129,12 @@ def pack(values: np.ndarray, ggml_type: str, rng: np.random.Generator) -> bytes:
         weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[ggml_type]]
         blocks = rng.integers(0, 256, (values.size // weights, size), dtype=np.uint8)
         scale = (values.std() / spread * rng.uniform(0.8, 1.2, len(blocks))).astype("<f2")
-        blocks[:, at : at + 2] = scale[:, None].view(np.uint8)
+        if ggml_type == "IQ1_M":  # a nibble of the scale on top of each of the last four words
+            words = blocks[:, at:].copy().view(np.uint16) & 0x0FFF
+            words |= (scale.view(np.uint16)[:, None] >> np.array([0, 4, 8, 12], np.uint16) & 15) << 12
+            blocks[:, at:] = words.view(np.uint8)
+        else:
+            blocks[:, at : at + 2] = scale[:, None].view(np.uint8)
         if minimum:
             blocks[:, at + 2 : at + 4] = (scale * np.float16(minimum)).astype("<f2")[:, None].view(np.uint8)
         return blocks.tobytes()

@@ -118,6 +118,27 @@ MODELS: dict[str, dict[str, Any]] = {
             weight="Q4_K",
         ),
     ),
+    "types from tables": dict(
+        dim=256,
+        ffn=256,
+        tied=False,
+        layers=2,
+        ggml_type=by_name(
+            token_embd="TQ1_0",
+            **{
+                "0.attn_q": "IQ3_S",
+                "1.attn_q": "IQ1_M",
+                "attn_k": "IQ3_XXS",
+                "attn_v": "IQ2_S",
+                "attn_output": "IQ2_XS",
+                "ffn_gate": "IQ2_XXS",
+                "ffn_up": "IQ2_XXS",
+                "0.ffn_down": "IQ1_S",
+                "1.ffn_down": "TQ2_0",
+                "output": "MXFP4",
+            },
+        ),
+    ),
 }
 
 

@@ -31,6 +31,8 @@ from llamagpu.files.storage import (
 F16_OFFSETS = {
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
     "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0],
+    "IQ3_S": [0], "IQ3_XXS": [0], "IQ2_S": [0], "IQ2_XS": [0], "IQ2_XXS": [0], "IQ1_S": [0], "IQ1_M": [],
+    "TQ1_0": [52], "TQ2_0": [64], "MXFP4": [],
 }  # fmt: skip
 QUANTS = list(F16_OFFSETS)
 FLOATS = ["F16", "BF16", "F32"]
@@ -47,6 +49,11 @@ def set_f16(ggml_type, blocks, values):
     for column, at in enumerate(F16_OFFSETS[ggml_type]):
         f16s = np.ascontiguousarray(values[:, column], np.float16)
         blocks[:, at : at + 2] = f16s.view(np.uint8).reshape(-1, 2)
+    if ggml_type == "IQ1_M":  # a nibble in each of the last four words
+        bits = np.ascontiguousarray(values[:, 0], np.float16).view(np.uint16)[:, None]
+        words = blocks[:, 48:].copy().view(np.uint16) & 0x0FFF
+        words |= (bits >> np.array([0, 4, 8, 12], np.uint16) & 15) << 12
+        blocks[:, 48:] = words.view(np.uint8)
     return blocks
 
 
@@ -130,13 +137,13 @@ def test_layout_is_as_documented(ggml_type):
     assert layout == rp.layout_of(ggml_type, k) and packed.n == 3
     q4 = layout.storage is Storage.Q4
     assert packed.words.shape == (3, k // 2 if q4 else k) and packed.words.dtype == (np.uint8 if q4 else np.int8)
-    if ggml_type.endswith(("_K", "_XS")):
+    if layout.scale_bits == 8:
         size = 4 + 256 // layout.group * layout.scale_width
         assert packed.scales.shape == (3, k // 256, size) and size % 4 == 0  # a kernel reads whole words
-        assert packed.scales.dtype == np.uint8 and layout.scale_bits == 8
+        assert packed.scales.dtype == np.uint8
     else:
-        assert packed.scales.shape == (3, k // 32, layout.scale_width)
-        assert packed.scales.dtype == np.float16 and layout.scale_bits == 16
+        assert packed.scales.shape == (3, k // layout.group, layout.scale_width)
+        assert packed.scales.dtype == {16: np.float16, 32: np.float32}[layout.scale_bits]
     assert expand_scales(packed).shape == (3, k // layout.group, layout.scale_width)
     assert packed.words.flags.c_contiguous and packed.scales.flags.c_contiguous
 
@@ -180,7 +187,7 @@ def test_bad_scales_are_refused(ggml_type, bad, threads, monkeypatch):
             assert error.value.remedy
 
 
-@pytest.mark.parametrize("ggml_type", ["IQ2_XXS", "type 37"])
+@pytest.mark.parametrize("ggml_type", ["NVFP4", "type 37"])
 def test_unknown_types_are_named(ggml_type):
     tensor = RawTensor("blk.1.ffn_down.weight", ggml_type, (4, 256), np.zeros(0, np.uint8))
     for call in (rp.repack, rp.to_f32):

@@ -34,6 +34,7 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
 }  # fmt: skip
 SUPPORTED = (
     "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS",
+    "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4",
     "F16", "BF16", "F32",
 )  # fmt: skip
 BLOCKS = {name: (weights, size) for name, weights, size in GGML_TYPES.values() if name in SUPPORTED}

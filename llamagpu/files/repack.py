@@ -6,6 +6,7 @@ A packed matrix dequantises to the numbers that ggml gives, bit for bit. Only F3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files.gguf_file import BLOCKS, REMEDY_REFETCH, RawTensor, shown
+from llamagpu.files.grid_types import GRIDS, pack_grid, pack_mxfp4, pack_ternary
 from llamagpu.files.storage import SUPER_BLOCK, Layout, PackedMatrix, Storage, dequantize
 
 # File bytes that a packer takes at once. Smaller batches stay in L2, but a numpy call costs 1-3 us, and threads compete
@@ -198,9 +200,15 @@ class BlockFormat:
     has_offset: bool
     pack: Callable[[Bytes, Bytes, Bytes], None]
     super_blocks: bool = False  # 256 weights share the scale of int8 sub-scales
+    f32_scales: bool = False  # f16 would not hold them
+    growth: int = 1  # a batch has so many times fewer blocks: they become large
+
+    @property
+    def scale_bits(self) -> int:
+        return 8 if self.super_blocks else 32 if self.f32_scales else 16
 
     def layout(self, k: int) -> Layout:
-        return Layout(self.storage, k, self.group, self.has_offset, 8 if self.super_blocks else 16)
+        return Layout(self.storage, k, self.group, self.has_offset, self.scale_bits)
 
 
 FORMATS = {
@@ -216,6 +224,15 @@ FORMATS = {
     "Q8_0": BlockFormat(Storage.Q8, 32, False, _q8),
     "IQ4_NL": BlockFormat(Storage.Q8, 32, False, _iq4_nl),
     "IQ4_XS": BlockFormat(Storage.Q8, 32, False, _iq4_xs, super_blocks=True),
+    **{
+        name: BlockFormat(Storage.Q8, grid.group, False, partial(pack_grid, name), f32_scales=True, growth=8)
+        for name, grid in GRIDS.items()
+    },
+    **{
+        name: BlockFormat(Storage.Q4, 32, False, partial(pack_ternary, name), super_blocks=True, growth=8)
+        for name in ("TQ1_0", "TQ2_0")
+    },
+    "MXFP4": BlockFormat(Storage.Q8, 32, False, pack_mxfp4, f32_scales=True, growth=4),
 }
 FLOATS = {"F16": np.float16, "BF16": np.uint16, "F32": np.float32}  # BF16 is the upper half of an f32
 
@@ -246,15 +263,16 @@ def repack(tensor: RawTensor, threads: int = 1) -> PackedMatrix:
     def pack(start: int, stop: int) -> None:
         block_format.pack(blocks[start:stop], words[start:stop], scales[start:stop])
         floats = _gather(scales[start:stop, :4]) if block_format.super_blocks else scales[start:stop]
-        finite = np.isfinite(floats.view(np.float16))
+        finite = np.isfinite(floats.view(np.float32 if block_format.f32_scales else np.float16))
         if not finite.all():
             raise _damaged(tensor, f"the scale of block {start + int(np.argmin(finite.all(axis=1)))}")
 
-    _in_batches(pack, len(blocks), BATCH_BYTES // size, threads)
+    _in_batches(pack, len(blocks), max(1, BATCH_BYTES // (size * block_format.growth)), threads)
     rows = words.reshape(n, -1).view(np.uint8 if layout.storage is Storage.Q4 else np.int8)
     if block_format.super_blocks:
         return PackedMatrix(layout, rows, scales.reshape(n, k // SUPER_BLOCK, -1))
-    return PackedMatrix(layout, rows, scales.view(np.float16).reshape(n, -1, layout.scale_width))
+    floats = scales.view(np.float32 if block_format.f32_scales else np.float16)
+    return PackedMatrix(layout, rows, floats.reshape(n, -1, layout.scale_width))
 
 
 def _repack_floats(tensor: RawTensor, n: int, k: int, threads: int) -> PackedMatrix:
