@@ -26,6 +26,7 @@ from llamagpu.engine.model import Model
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision, Settings
 from llamagpu.engine.routes import CONTEXT_BUCKETS, GEMM_WIDTHS, GEMV_WIDTHS
 from llamagpu.engine.synthetic import SyntheticFile, parse, synthetic_config
+from llamagpu.files.config import ModelConfig
 from llamagpu.gpu.caps import MINIMUM_LIMITS, Caps
 from llamagpu.gpu.device import Dispatch
 from llamagpu.gpu.dry_gpu import DryGpu
@@ -122,8 +123,12 @@ def open_model(model: Source) -> ModelSource:
     """A file, or a synthetic model cut to two layers: the others have the same kernels."""
     if isinstance(model, Path):
         return open_source(model)
-    file = SyntheticFile(model, replace(synthetic_config(parse(model)[0]), layers=2))
+    file = SyntheticFile(model, two_layers(synthetic_config(parse(model)[0])))
     return ModelSource(file, file.config, file.matrices())
+
+
+def two_layers(config: ModelConfig) -> ModelConfig:
+    return replace(config, layers=2, kinds=config.kinds[:2])
 
 
 def model_settings(gpu: ComposingGpu, source: ModelSource) -> list[Settings]:

@@ -75,7 +75,7 @@ def load_one(
     settings = Settings(precision, kv_type, backend, chunk, context, capacity, slots)
     source = open_source(path)
     weights = load_source(source, settings, gpu)
-    return OneSequence(Engine(gpu, source.config, weights, settings, source.freq_factors))
+    return OneSequence(Engine(gpu, source.config, weights, settings, source.freq_factors(context)))
 
 
 def forget(llama: Llama) -> None:

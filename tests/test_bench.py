@@ -34,6 +34,7 @@ from llamagpu.engine.load import ModelSource, load_model, open_source
 from llamagpu.engine.options import Backend, EngineOptions, KvType
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.synthetic import MIXES, SHAPES, SyntheticFile, synthetic_config
+from llamagpu.files.config import LayerKind
 from llamagpu.files.gguf_file import BLOCKS
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Plan, Step
@@ -354,7 +355,7 @@ def test_rates() -> None:
     """A made-up model: 1000 bytes of weights and 10 of cache for each position, in 2 steps of 100 ns in all."""
     matrix = SimpleNamespace(n=10, k=20)
     weights = SimpleNamespace(layers=[SimpleNamespace(matrices=[matrix] * 3)], output=matrix, token_bytes=1000)
-    config = SimpleNamespace(sliding_window=0, layers=1, q_width=8)
+    config = SimpleNamespace(kinds=(LayerKind(),), layers=1, q_width=8)
     loaded, engine = (
         SimpleNamespace(config=config, weights=weights),
         SimpleNamespace(cache=SimpleNamespace(position_bytes=10)),
@@ -370,7 +371,7 @@ def test_rates() -> None:
         "tflops": pytest.approx((2 * 6 * 600 + 2 * 2 * 200 + 4 * 8 * 21) / 1e5),
     }
     windowed = replace(case, n_depth=100)
-    config.sliding_window = 5
+    config.kinds = (LayerKind(5),)
     found = bench_module.rates(loaded, engine, windowed, 100.0, 42e9)  # type: ignore[arg-type]
     assert found["kv_bytes_per_token"] == pytest.approx(10 * (9 + 7) / 6)  # the window and the step's own rows
 

@@ -918,7 +918,7 @@ def test_model_that_does_not_run_yet(run, monkeypatch):
         result = run(*args)
         assert result.code == 4 and not result.out and result.err.startswith("error: new has the architecture mamba")
     assert b"not yet" in run("models", "info", "new").out
-    assert "\n       try qwen2.5-1.5b; " in run("generate", "-m", "qwen3-1.7b", "-p", "x").err
+    assert "\n       try gemma-3-12b; " in run("generate", "-m", "gpt-oss-20b", "-p", "x").err
 
 
 def test_models_rm_keeps_other_files(run, model):

@@ -9,7 +9,7 @@ from gguf_builder import Tensors, tiny_parts
 from package_data import default_model
 
 from llamagpu.errors import BadFile, LlamaGpuError, Unsupported
-from llamagpu.files.config import ModelConfig, check_tensors, rope_table, tensor_shapes
+from llamagpu.files.config import LayerKind, ModelConfig, check_tensors, rope_table, tensor_shapes
 from llamagpu.files.gguf_file import GgufFile, RawTensor
 
 
@@ -41,7 +41,8 @@ def test_llama():
         arch="llama", name="tiny", layers=3, dim=96, heads=6, kv_heads=3, head_dim=16, ffn_dim=160, vocab=300,
         context=512, rope_theta=5e5, rope_dims=16, rope_scaling="none", rope_factor=1.0,
         rope_orig_context=512, yarn_ext_factor=1.0, yarn_attn_factor=1.0, yarn_beta_fast=32.0,
-        yarn_beta_slow=1.0, neox=False, norm_eps=1e-5, sliding_window=0, tied=True,
+        yarn_beta_slow=1.0, neox=False, norm_eps=1e-5, attn_scale=0.25, tied=True, kinds=(LayerKind(),) * 3,
+        local_rope_theta=5e5,
     )  # fmt: skip
     assert config.attn_scale == 0.25
 
@@ -49,7 +50,7 @@ def test_llama():
 def test_qwen2():
     config, tensors = tiny(arch="qwen2", metadata={"qwen2.attention.sliding_window": 32})
     assert config.neox and config.arch == "qwen2"
-    assert config.sliding_window == 0  # llama.cpp runs qwen2 without it
+    assert config.window == 0  # llama.cpp runs qwen2 without it
     assert tensors["blk.1.attn_k.bias"].shape == (32,)
 
 
@@ -57,7 +58,7 @@ def test_variants():
     assert tiny(head_dim=24)[0].head_dim == 24
     assert not tiny(tied=False)[0].tied
     for window, used in ((32, 32), (255, 255), (256, 0), (2**32, 0)):  # one as long as the context hides nothing
-        assert tiny(metadata={"llama.attention.sliding_window": window})[0].sliding_window == used
+        assert tiny(metadata={"llama.attention.sliding_window": window})[0].window == used
     assert tiny(kv_heads=4, metadata={"llama.attention.head_count_kv": None})[0].kv_heads == 4
     assert tiny(metadata={"llama.rope.freq_base": None})[0].rope_theta == 10_000
     assert tiny(metadata={"llama.rope.dimension_count": None})[0].rope_dims == 16
@@ -83,8 +84,7 @@ def test_rope_scaling_keys():
         }
     )
     assert (yarn.rope_scaling, yarn.rope_factor, yarn.rope_orig_context) == ("yarn", 8.0, 32)
-    assert yarn.yarn_attn_factor == 0.5
-    assert "'longrope'" in refusal(Unsupported, metadata={"llama.rope.scaling.type": "longrope"})
+    assert "'dynamic'" in refusal(Unsupported, metadata={"llama.rope.scaling.type": "dynamic"})
     assert "an array of 2" in refusal(Unsupported, metadata={"llama.rope.scaling.type": np.array([1, 2])})
 
 

@@ -27,13 +27,16 @@ from kernel_cases import (
 )
 from reference import assert_close
 
-from llamagpu.engine import baselines, routes
+from llamagpu.engine import baselines, ops, routes
 from llamagpu.engine.kv_cache import head_values
 from llamagpu.engine.ops import AttentionBuffers, AttentionMode
 from llamagpu.engine.options import KvType
 from llamagpu.engine.pages import PAGE
 from llamagpu.engine.routes import Attention, Table
 from llamagpu.engine.step_inputs import Segment
+from llamagpu.engine.synthetic import synthetic_config
+from llamagpu.files.architectures import QkNorm
+from llamagpu.files.config import LayerKind
 from llamagpu.verify.reference import (
     F32,
     INT8_BLOCK,
@@ -445,3 +448,42 @@ def test_attend_any_with_folded_grid(gpu, monkeypatch):
     run(gpu, [dispatch], MOST)
     got = gpu.read(y, np.float32, q.size).reshape(q.shape)
     assert_close(got, attended(q, k[None], v[None], segments, 0), *F32)
+
+
+@covers("rotate")
+@pytest.mark.parametrize("qk_norm", list(QkNorm))
+@pytest.mark.parametrize("kv_type", KvType, ids=lambda kv_type: f"kv_{kv_type}")
+def test_rotate(any_gpu, kv_type, qk_norm):
+    """q and k are normalised and rotated, q is scaled by position. k and v go to the cell of their row."""
+    gpu, capacity, m, temperature, run_length = any_gpu, 80, 3, 0.1, 16
+    config = replace(synthetic_config("tiny"), heads=3, kv_heads=2, head_dim=10, rope_dims=6, qk_norm=qk_norm)
+    config = replace(config, temperature=temperature, rope_orig_context=run_length)
+    rng, dtype = random("rotate"), np.float32 if kv_type is KvType.F32 else np.float16
+    x = rng.standard_normal((m, 7, 10)).astype(np.float32) * 3
+    weights = rng.uniform(0.5, 1.5, max(1, sum(config.qk_norm_widths))).astype(np.float32)
+    angle = rng.uniform(0, 6, (capacity, 3))
+    rope = np.stack([np.cos(angle), np.sin(angle)], axis=2).astype(np.float32)
+    step = Steps(gpu, capacity, 3)
+    cache_shape = (2, step.table.capacity, 10)
+    q, k, v = (gpu.zeros(size, "out") for size in (m * 120, *[np.empty(cache_shape, dtype).nbytes] * 2))
+    buffers = ops.QkvBuffers(q, k, v, gpu.upload(rope, "rope"))
+    norm = None if qk_norm is QkNorm.NONE else gpu.upload(weights, "norm")
+    segments = [segment(2, 40, 1), segment(1, 15, 2)]
+    step.write(*segments)
+    run(gpu, [step.ops.rotate(config, LayerKind(), gpu.upload(x, "x"), norm, buffers, kv_type, m)], m)
+    want, at = x.astype(np.float64), per_row(segments)
+    positions = np.array([position for _, position in at])
+    for heads, own in zip((slice(0, 3), slice(3, 5)), np.split(weights, [config.qk_norm_widths[0]]), strict=True):
+        if qk_norm is not QkNorm.NONE:
+            axes = (1, 2) if qk_norm is QkNorm.ROW else 2
+            rms = np.sqrt(np.square(want[:, heads]).mean(axis=axes, keepdims=True) + config.norm_eps)
+            want[:, heads] = want[:, heads] / rms * own.reshape(-1, 10)
+    cos, sin = np.moveaxis(rope[positions, None].astype(np.float64), 3, 0)
+    a, b = want[:, :5, 0:6:2].copy(), want[:, :5, 1:6:2].copy()
+    want[:, :5, 0:6:2], want[:, :5, 1:6:2] = a * cos - b * sin, a * sin + b * cos
+    want[:, :3] *= (1 + temperature * np.log(1 + positions // run_length))[:, None, None]
+    assert_close(gpu.read(q, np.float32, m * 30).reshape(m, 3, 10), want[:, :3], *F32, "q")
+    for name, buffer, rows in (("k", k, want[:, 3:5]), ("v", v, want[:, 5:])):
+        cache = gpu.read(buffer, dtype, np.prod(cache_shape)).reshape(cache_shape)
+        here = np.array([cache[:, step.table.cells(slot, np.array(position))] for slot, position in at])
+        assert_close(here, rows, *(F32 if kv_type is KvType.F32 else (1e-6, 1e-3)), name)

@@ -31,6 +31,7 @@ from llamagpu.engine.ops import Ops, Output
 from llamagpu.engine.options import KvType
 from llamagpu.engine.routes import Epilogue, GridSize, Inputs, Linear, Prologue
 from llamagpu.engine.synthetic import synthetic_config
+from llamagpu.files.config import LayerKind
 from llamagpu.files.storage import Storage
 from llamagpu.verify import reference as verify_reference
 from llamagpu.verify.kernels import mode_bound
@@ -327,7 +328,7 @@ def test_epilogue_qkv(gpu, route, kv_type):
         steps.append([segment(2, 3, 1), segment(0, 79, 1), segment(1, 17, min(9, most) - 2)])
     for segments, one_segment in [*((s, False) for s in steps), (steps[1], True)]:
         m, rows_at = len(per_row(segments)), per_row(segments)
-        output = ops.qkv(c, matrix, buffers, kv_type, one_segment)
+        output = ops.qkv(c, LayerKind(), matrix, buffers, kv_type, one_segment)
         step.write(*segments)
         fill(gpu, q, most + 1, 48)
         fill(gpu, k, *cache_shape, dtype=dtype)

@@ -10,6 +10,7 @@ from reference import assert_close
 from llamagpu.engine import baselines, routes
 from llamagpu.engine.ops import Ops, Splits
 from llamagpu.engine.routes import RowWise
+from llamagpu.files.architectures import Activation
 from llamagpu.verify.reference import F32, INT8_BLOCK, fits, random, read_blocks, rms_norm, silu
 
 
@@ -130,19 +131,57 @@ def test_quantise_int8(any_gpu, monkeypatch, width):
         assert (got[m:].view(np.float32) == GUARD).all()
 
 
-@covers(*(route.kernel for route in routes.SILU_MUL))
-def test_silu_mul(any_gpu, monkeypatch):
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+@covers("silu_mul", "gelu_mul")
+@pytest.mark.parametrize("activation", list(Activation))
+def test_gate_mul(any_gpu, monkeypatch, activation):
     gpu, width, most = any_gpu, 129, 41
     gate, up = random("silu").standard_normal((2, most, width)).astype(np.float32) * 3
-    gate[0, :6] = [-1000.0, 1000.0, -100.0, 100.0, 0.0, -0.0]  # exp overflows; silu does not
-    want = silu(gate) * up
+    gate[0, :6] = [-1000.0, 1000.0, -100.0, 100.0, 0.0, -0.0]  # exp overflows; silu and gelu do not
+    want = (silu if activation is Activation.SILU else gelu)(gate.astype(np.float64)) * up
     y, ups, step = gpu.zeros(gate.nbytes, "y"), gpu.upload(up, "up"), Steps(gpu)
     make = Ops(gpu, step.buffer)
     for m, workgroups in FOLDS:
         monkeypatch.setattr(gpu, "caps", replace(gpu.caps, workgroups=workgroups))
         step.write_rows(m)
         gpu.write(y, gate)
-        run(gpu, [make.silu_mul(y, ups, width, 1 if m == 1 else most)], m)
+        run(gpu, [make.gate_mul(y, ups, width, activation, 1 if m == 1 else most)], m)
         got = gpu.read(y, np.float32, gate.size).reshape(most, width)
         assert_close(got[:m], want[:m], *F32, f"{m} rows")
         assert (got[m:] == gate[m:]).all()
+
+
+@covers("add_rms_norm", "scale", "soft_cap")
+@pytest.mark.parametrize("width", [3, 577])
+def test_results_and_logits_in_place(any_gpu, width):
+    """The norm after attention, scaled embeddings, bounded logits."""
+    gpu, m = any_gpu, 3
+    x, y = random("in place").standard_normal((2, m, width)).astype(np.float32) * 4
+    weight = random("weight").standard_normal(width).astype(np.float32)
+    xs, ws, ys, step = gpu.upload(x, "x"), gpu.upload(weight, "w"), gpu.zeros(y.nbytes, "y"), Steps(gpu)
+    make = Ops(gpu, step.buffer, logit_soft_cap=2.0)
+    step.write_rows(m)
+    for dispatch, want in (
+        (make.add_norm(xs, ws, ys, width, 1e-5, m), y + rms_norm(x, weight, 1e-5)),
+        (make.scale(ys, width, 0.22, m), y * 0.22),
+        (make.soft_cap(ys, width, step.buffer, m), 2 * np.tanh(y.astype(np.float64) / 2)),
+    ):
+        gpu.write(ys, y)
+        run(gpu, [dispatch], m)
+        assert_close(gpu.read(ys, np.float32, y.size).reshape(m, width), want, *F32, dispatch.kernel)
+
+
+@covers("sum_rms_norm")
+@pytest.mark.parametrize("width", [3, 577])
+def test_sum_norm(any_gpu, width):
+    """A stage of fused kernels, here alone: one layer, one row."""
+    gpu = any_gpu
+    x, residual, weight = random("sum norm").standard_normal((3, width)).astype(np.float32) * 4
+    xs, rs, ws, y = (gpu.upload(values, "in") for values in (x, residual, weight, np.zeros(width, np.float32)))
+    dispatch = Ops(gpu, Steps(gpu).buffer).sum_norm(xs, ws, rs, y, width, {"EPS": 1e-5})
+    run(gpu, [dispatch], 1)
+    want = residual + rms_norm(x[None], weight, 1e-5)[0]
+    assert_close(gpu.read(y, np.float32, width), want, *F32, "sum_rms_norm")

@@ -9,9 +9,12 @@ from reference import assert_close
 
 from llamagpu.engine import ops, routes
 from llamagpu.engine.ops import Ops, Output, PrologueSpec
+from llamagpu.engine.options import KvType
 from llamagpu.engine.routes import Attention, Epilogue, Prologue
 from llamagpu.engine.step_inputs import Segment
 from llamagpu.engine.synthetic import synthetic_config
+from llamagpu.files.architectures import QkNorm
+from llamagpu.files.config import LayerKind
 from llamagpu.files.storage import Storage, dequantize
 from llamagpu.files.texture_layout import to_texture
 from llamagpu.verify.reference import F32, Weight, only, ops_at, random, rms_norm, silu, step_buffer, swiglu
@@ -283,3 +286,38 @@ def test_silu_mul(gpu):
     got = read_rows(gpu, y)
     assert_close(got[:5], silu(gate) * up, *F32)
     assert (got[5] == GUARD).all()
+
+
+@covers("scale_texture")
+def test_scale(gpu):
+    x = random("scale").standard_normal((5, 76)).astype(np.float32)
+    y, make = guarded_texture(gpu, 6, 76), Ops(gpu, step_buffer(gpu, 5))
+    run(gpu, [make.texture_scale(upload_rows(gpu, x), y, 76, 0.22, 5)], 5)
+    got = read_rows(gpu, y)
+    assert_close(got[:5], x * np.float64(0.22), *F32)
+    assert (got[5] == GUARD).all()
+
+
+@covers("rotate_texture")
+@pytest.mark.parametrize("qk_norm", list(QkNorm))
+def test_rotate(gpu, qk_norm):
+    """The same queries, keys and values as rotate gives on buffers."""
+    segments = [segment(2, 30, 1), segment(1, 15, 2)]
+    c = replace(synthetic_config("tiny"), heads=3, kv_heads=2, head_dim=16, rope_dims=8, qk_norm=qk_norm)
+    c, capacity, m, rng = replace(c, temperature=0.1, rope_orig_context=16), 40, 3, random("rotate")
+    x = rng.standard_normal((m, 7 * 16)).astype(np.float32) * 3
+    weights = rng.uniform(0.5, 1.5, sum(c.qk_norm_widths) or 4).astype(np.float32)
+    rope = gpu.upload(rng.standard_normal((capacity, 4, 2)).astype(np.float32), "rope")
+    step = Steps(gpu, capacity, SLOTS)
+    step.write(*segments)
+    cells, kind = step.table.capacity, LayerKind()
+    q, k, v = (gpu.zeros(4 * size, "out") for size in (m * 48, *[2 * cells * 16] * 2))
+    norm = None if qk_norm is QkNorm.NONE else gpu.upload(weights, "norm")
+    buffers = ops.QkvBuffers(q, k, v, rope)
+    run(gpu, [step.ops.rotate(c, kind, gpu.upload(x, "x"), norm, buffers, KvType.F32, m)], m)
+    y, cache = gpu.texture(12, m, "q"), upload_rows(gpu, np.zeros((cells, 2 * 2 * 16)))
+    bindings = {"y": y, "cache": cache, "rope": rope, "x": upload_rows(gpu, x), "w": upload_rows(gpu, weights[None])}
+    run(gpu, [step.ops.rotate_texture(c, kind, bindings, m)], m)
+    assert_close(read_rows(gpu, y), gpu.read(q, np.float32, m * 48).reshape(m, 48), *F32, "q")
+    keys, values = (gpu.read(buffer, np.float32, 2 * cells * 16).reshape(2, cells, 16) for buffer in (k, v))
+    assert_close(read_rows(gpu, cache), cache_rows(keys, values, cells), *F32, "keys and values")

@@ -9,6 +9,7 @@ const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 4u;
 const WINDOW: u32 = 0u;                   // a token sees the last WINDOW positions, its own included; 0: all
 const SCALE: f32 = 1.0;
+const SOFT_CAP: f32 = 0.0;                // scores s become SOFT_CAP tanh(s / SOFT_CAP); 0: they do not
 const WORKGROUP: u32 = 64u;
 const HEAD_VEC4: u32 = HEAD_DIM / 4u;
 const ROWS: u32 = WORKGROUP / HEAD_VEC4;  // positions whose values are read at the same time
@@ -41,6 +42,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     if (p >= begin && p < end) {
       s = 0.0;
       for (var i = 0u; i < HEAD_VEC4; i++) { s += dot(q[i], key4((page + index) * HEAD_VEC4 + i)); }
+      if (SOFT_CAP > 0.0) { s = SOFT_CAP - 2.0 * SOFT_CAP / (1.0 + exp(2.0 * s / SOFT_CAP)); }
     }
     scores[index] = s;
     workgroupBarrier();

@@ -10,6 +10,7 @@ const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 2u;
 const WINDOW: u32 = 0u;  // a token sees the last WINDOW positions, its own included; 0: all
 const SCALE: f32 = 1.0;
+const SOFT_CAP: f32 = 0.0;  // scores s become SOFT_CAP tanh(s / SOFT_CAP); 0: they do not
 const WORKGROUP: u32 = 64u;
 const HEAD_VEC2: u32 = HEAD_DIM / 2u;
 @group(0) @binding(0) var<storage, read_write> y: array<vec2<f32>>;  // [m, HEADS, HEAD_DIM]
@@ -33,9 +34,11 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) w
     let k0 = (base + cell_of(row.slot, p)) * HEAD_VEC2;
     var s = 0.0;
     for (var d = 0u; d < HEAD_VEC2; d++) { s += dot(x[q0 + d], vec2_of(key4((k0 + d) / 2u), k0 + d)); }
-    let new_top = max(top, s * SCALE);
+    s *= SCALE;
+    if (SOFT_CAP > 0.0) { s = SOFT_CAP - 2.0 * SOFT_CAP / (1.0 + exp(2.0 * s / SOFT_CAP)); }
+    let new_top = max(top, s);
     let rescale = exp(top - new_top);
-    let e = exp(s * SCALE - new_top);
+    let e = exp(s - new_top);
     for (var d = 0u; d < HEAD_VEC2; d++) { y[q0 + d] = y[q0 + d] * rescale + e * vec2_of(value4((k0 + d) / 2u), k0 + d); }
     sum = sum * rescale + e;
     top = new_top;

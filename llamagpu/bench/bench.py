@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import closing
@@ -297,15 +298,16 @@ def between_tokens(spans: Items[Span]) -> list[float]:
 def rates(loaded: LoadedModel, engine: Engine, case: BenchCase, avg_ns: float, copy: float) -> Row:
     """The bytes that the case reads, the operations that it computes, and their rates."""
     c, weights = loaded.config, loaded.weights
-    window, per_position = c.sliding_window, engine.cache.position_bytes
+    windows, layer_bytes = Counter(kind.window for kind in c.kinds), engine.cache.position_bytes // c.layers
     reads = kv_bytes = flops = 0
     for rows, position in case.steps():
         end = position + rows
         reads += 1
-        kv_bytes += per_position * min(end, (window or end) + rows)
         flops += linear_flops(weights, rows)
-        seen = sum(min(p, window or p) for p in range(position + 1, end + 1))
-        flops += 4 * c.layers * c.q_width * seen
+        for window, layers in windows.items():
+            kv_bytes += layers * layer_bytes * min(end, (window or end) + rows)
+            seen = sum(min(p, window or p) for p in range(position + 1, end + 1))
+            flops += 4 * layers * c.q_width * seen
     weight_bytes = reads * weights.token_bytes
     gbps = (weight_bytes + kv_bytes) / avg_ns
     return {

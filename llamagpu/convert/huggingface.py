@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from gguf import MODEL_ARCH_NAMES, Keys, TensorNameMap, get_tensor_name_map
 from numpy.typing import NDArray
 
 from llamagpu.convert.awq_gptq import QuantisationConfig, QuantisedMatrix
-from llamagpu.convert.source import Source, Tensor, float_tensor
+from llamagpu.convert.source import Rows, Source, Tensor, float_tensor
 from llamagpu.convert.vocab import read_json, vocabulary
 from llamagpu.errors import BadFile, Unsupported
-from llamagpu.files.architectures import REMEDY_ARCHITECTURE, Architecture, from_hf_type
+from llamagpu.files.architectures import REMEDY_ARCHITECTURE, Activation, Architecture, from_hf_type
+from llamagpu.files.config import FREQ_FACTORS
 from llamagpu.files.gguf_file import REMEDY_REFETCH, shown
 from llamagpu.files.safetensors_file import Stored, read_header
 from llamagpu.files.storage import rope_rows
@@ -28,6 +30,27 @@ HF_NAME = re.compile(
     r"(?:model\.(?:embed_tokens|norm)|lm_head|"
     r"model\.layers\.(0|[1-9][0-9]*)\.(?:self_attn\.\w+_(?:proj|norm)|mlp\.\w+_proj|\w+_layernorm))"
 )
+# Tensors of a model of images and text that are not the text model's.
+NOT_TEXT = re.compile(r"(?:model\.)?(?:vision_\w+|multi_modal_projector|mm_\w+)\.")
+LONGROPE = ("longrope", "su")
+ACTIVATIONS = {Activation.SILU: ("silu", "swish"), Activation.GELU: ("gelu_pytorch_tanh",)}
+# Fields of config.json as metadata
+SCALES = {
+    "embedding_multiplier": Keys.LLM.EMBEDDING_SCALE,
+    "residual_multiplier": Keys.LLM.RESIDUAL_SCALE,
+    "attention_multiplier": Keys.Attention.SCALE,
+    "logits_scaling": Keys.LLM.LOGIT_SCALE,
+}
+SOFT_CAPS = {
+    "attn_logit_softcapping": Keys.LLM.ATTN_LOGIT_SOFTCAPPING,
+    "final_logit_softcapping": Keys.LLM.FINAL_LOGIT_SOFTCAPPING,
+}
+YARN = {
+    "beta_fast": Keys.Rope.SCALING_YARN_BETA_FAST,
+    "beta_slow": Keys.Rope.SCALING_YARN_BETA_SLOW,
+    "mscale_all_dim": Keys.Rope.SCALING_YARN_LOG_MUL,
+    "llama_4_scaling_beta": Keys.Attention.TEMPERATURE_SCALE,
+}
 MAX_COUNT = 1 << 24  # of anything that config.json counts
 QUANTISED_ARRAYS = ("qweight", "qzeros", "scales", "g_idx")
 DERIVED = re.compile(r"rotary_emb\.inv_freq$|masked_bias$")  # arrays that follow from config.json
@@ -38,7 +61,7 @@ def from_folder(folder: Path, name: str = "") -> Source:
     if not config:
         raise BadFile(f"{folder} has no config.json", "give a Hugging Face model folder, or a .gguf file")
     with malformed_json("config.json"):
-        record = find_architecture(config)
+        record, config = find_architecture(config)
         metadata = read_metadata(config, record, name or folder.name)
     with malformed_json("the index of the shards"):
         arrays = find_arrays(folder)
@@ -65,23 +88,43 @@ def metadata_key(template: str, record: Architecture) -> str:
     return template.format(arch=record.name)
 
 
-def find_architecture(config: dict[str, Any]) -> Architecture:
-    """The record of the model, which must support everything that config.json asks for."""
+def find_architecture(config: dict[str, Any]) -> tuple[Architecture, dict[str, Any]]:
+    """The record of the model, which must support everything that config.json asks for, and the config of its text.
+
+    A model of images and text has the text model's config inside its own.
+    """
+    inner = config.get("text_config")
+    config = config | inner if isinstance(inner, dict) else config
     model_type = config.get("model_type", "")
     if isinstance(model_type, list | dict):
         raise BadFile(f"config.json: model_type is {shown(model_type)}", REMEDY_REFETCH)
     record = from_hf_type(model_type)
     if record is None:
         raise Unsupported(f"architecture {shown(config.get('model_type'))} is not supported", REMEDY_ARCHITECTURE)
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise Unsupported(f"activation {shown(config['hidden_act'])} is not supported", REMEDY_ARCHITECTURE)
-    if real(config, "partial_rotary_factor", 1) != 1:  # llama.cpp has none in these architectures either
+    config = {**record.hf_defaults, **config}
+    check_features(config, record)
+    return record, config
+
+
+def check_features(config: dict[str, Any], record: Architecture) -> None:
+    activation = config.get("hidden_activation") or config.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS[record.activation]:
+        raise Unsupported(f"activation {shown(activation)} is not supported", REMEDY_ARCHITECTURE)
+    if rotary_share(config) != 1 and not record.partial_rotary:  # nor has llama.cpp any in these architectures
         raise Unsupported("RoPE on a part of each head is not supported", REMEDY_ARCHITECTURE)
+    rotated = config.get("no_rope_layers")  # 1 for each layer that rotates
+    period = record.unrotated_period
+    if rotated is not None and list(rotated) != [int(not period or (i + 1) % period > 0) for i in range(len(rotated))]:
+        raise Unsupported("layers without RoPE in another order are not supported", REMEDY_ARCHITECTURE)
     if config.get("use_sliding_window") and not record.sliding_window:
         raise Unsupported(f"a {record.name} model with a sliding window is not supported", REMEDY_ARCHITECTURE)
     if not record.rope_freqs and rope_scaling(config)[0] == "llama3":
         raise Unsupported(f"a {record.name} model with llama3 RoPE scaling is not supported", REMEDY_ARCHITECTURE)
-    return record
+
+
+def rotary_share(config: dict[str, Any]) -> float:
+    """The part of each head that RoPE rotates."""
+    return real(rope_scaling(config)[1], "partial_rotary_factor", real(config, "partial_rotary_factor", 1))
 
 
 def read_metadata(config: dict[str, Any], record: Architecture, name: str) -> dict[str, Any]:
@@ -107,11 +150,15 @@ def read_metadata(config: dict[str, Any], record: Architecture, name: str) -> di
         Keys.Attention.LAYERNORM_RMS_EPS: real(config, "rms_norm_eps"),
         Keys.Attention.KEY_LENGTH: head_dim,
         Keys.Attention.VALUE_LENGTH: head_dim,
-        Keys.Rope.DIMENSION_COUNT: head_dim,
+        Keys.Rope.DIMENSION_COUNT: int(rotary_share(config) * head_dim),
         **rope_keys(config),
     }
     if record.sliding_window and config.get("sliding_window"):
         keys[Keys.Attention.SLIDING_WINDOW] = integer("sliding_window")
+        if record.window_period and isinstance(kinds := config.get("layer_types"), list):
+            keys[Keys.Attention.SLIDING_WINDOW_PATTERN] = np.array([kind == "sliding_attention" for kind in kinds])
+    fields = (SCALES if record.scales else {}) | (SOFT_CAPS if record.attn_soft_cap or record.logit_soft_cap else {})
+    keys |= {template: real(config, field) for field, template in fields.items() if config.get(field)}
     return {metadata_key(template, record): value for template, value in keys.items()}
 
 
@@ -127,17 +174,30 @@ def rope_scaling(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise BadFile(f"config.json: rope_scaling is {shown(rope)}", REMEDY_REFETCH)
+    rope = rope.get("full_attention", rope)
     scaling = str(rope.get("rope_type", rope.get("type", "default")))
     return scaling, {"rope_theta": config.get("rope_theta", 1e4), **rope}
+
+
+def local_theta(config: dict[str, Any]) -> float | None:
+    """The base of RoPE in layers with a window, where it is another."""
+    local = (config.get("rope_parameters") or {}).get("sliding_attention", {})
+    found = local.get("rope_theta", config.get("rope_local_base_freq"))
+    return None if found is None else real({"rope_local_base_freq": found}, "rope_local_base_freq")
 
 
 def rope_keys(config: dict[str, Any]) -> dict[str, Any]:
     scaling, rope = rope_scaling(config)
     keys: dict[str, Any] = {Keys.Rope.FREQ_BASE: real(rope, "rope_theta")}
+    if (local := local_theta(config)) is not None:
+        keys[Keys.Rope.FREQ_BASE_SWA] = local
     if scaling in ("default", "llama3"):  # llama3: see rope_factors
         return keys
+    if scaling in LONGROPE:
+        return keys | longrope_keys(config, rope)
     if scaling not in ("linear", "yarn"):
-        raise Unsupported(f"RoPE scaling {shown(scaling)} is not supported", "None, linear, yarn and llama3 work.")
+        remedy = "None, linear, yarn, longrope and llama3 work."
+        raise Unsupported(f"RoPE scaling {shown(scaling)} is not supported", remedy)
     factor = real(rope, "factor")
     keys |= {Keys.Rope.SCALING_TYPE: scaling, Keys.Rope.SCALING_FACTOR: factor}
     if scaling == "linear":
@@ -147,22 +207,35 @@ def rope_keys(config: dict[str, Any]) -> dict[str, Any]:
     if rope.get("attention_factor") is not None:  # in GGUF it is relative to yarn's default factor
         default = 1 + 0.1 * math.log(factor)
         keys[Keys.Rope.SCALING_ATTN_FACTOR] = real(rope, "attention_factor") / default
-    betas = {"beta_fast": Keys.Rope.SCALING_YARN_BETA_FAST, "beta_slow": Keys.Rope.SCALING_YARN_BETA_SLOW}
-    return keys | {gguf: real(rope, field) for field, gguf in betas.items() if rope.get(field) is not None}
+    return keys | {gguf: real(rope, field) for field, gguf in YARN.items() if rope.get(field) is not None}
 
 
-def rope_factors(config: dict[str, Any], dims: int) -> NDArray[np.float32] | None:
-    """llama3 scaling: the divisor of each frequency: `factor` for low frequencies, 1 for high ones, a ramp between."""
+def longrope_keys(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """The factors of the frequencies are tensors, see rope_factors."""
+    trained = real(config, "max_position_embeddings")
+    original = real(rope, "original_max_position_embeddings", real(config, "original_max_position_embeddings", trained))
+    growth = math.log(max(1.0, trained / original)) / math.log(original)
+    return {Keys.Rope.SCALING_ORIG_CTX_LEN: int(original), Keys.Rope.SCALING_ATTN_FACTOR: math.sqrt(1 + growth)}
+
+
+def rope_factors(config: dict[str, Any], dims: int) -> dict[str, NDArray[np.float32]]:
+    """Tensors with the divisor of each frequency.
+
+    In llama3 scaling it is `factor` for low frequencies, 1 for high ones, a ramp between.
+    """
     scaling, rope = rope_scaling(config)
+    if scaling in LONGROPE:
+        fields = zip(FREQ_FACTORS[1:], ("short_factor", "long_factor"), strict=True)
+        return {name: np.array(rope[field], np.float32) for name, field in fields}
     if scaling != "llama3":
-        return None
+        return {}
     factor, low, high = (real(rope, field) for field in ("factor", "low_freq_factor", "high_freq_factor"))
     original = real(rope, "original_max_position_embeddings")
     with np.errstate(divide="raise", invalid="raise", over="raise"):
         frequency = real(rope, "rope_theta") ** (-np.arange(0, dims, 2) / dims)
         rotations = original * frequency / (2 * math.pi)  # within the original context
         unscaled = np.clip((rotations - low) / (high - low), 0, 1)
-        return (1 / ((1 - unscaled) / factor + unscaled)).astype(np.float32)
+        return {FREQ_FACTORS[0]: (1 / ((1 - unscaled) / factor + unscaled)).astype(np.float32)}
 
 
 def find_arrays(folder: Path) -> dict[str, Stored]:
@@ -196,9 +269,10 @@ def name_tensors(
     tied, names = bool(config.get("tie_word_embeddings")), name_map(record)
     found: dict[str, Tensor] = {}
     for name, array in stored.items():
-        if DERIVED.search(name):
+        if DERIVED.search(name) or ("text_config" in config and NOT_TEXT.match(name)):
             continue
-        prefix, _, suffix = name.rpartition(".")
+        prefix, _, suffix = name.replace("language_model.", "").rpartition(".")
+        prefix = prefix if prefix.startswith(("model.", "lm_head")) else f"model.{prefix}"
         base = gguf_name(names, prefix)
         if base == "output" and tied and suffix != "bias":
             continue
@@ -206,7 +280,9 @@ def name_tensors(
         if base is None or not known:
             raise Unsupported(f"tensor {shown(name)} has no place in a {record.name} model", REMEDY_ARCHITECTURE)
         if suffix in ("weight", "bias"):
-            tensor = float_tensor(f"{base}.{suffix}", array, row_order(base, array.shape[:1], record, metadata))
+            order = row_order(base, array.shape[:1], record, metadata)
+            shift = record.norm_shift if base.endswith("norm") else 0
+            tensor = float_tensor(f"{base}.{suffix}", array, order, shift)
         elif suffix == "qweight" and quantisation:
             matrix = QuantisedMatrix.find(f"{base}.weight", prefix, stored, quantisation)
             tensor = quantised_tensor(replace(matrix, row_order=row_order(base, matrix.shape[:1], record, metadata)))
@@ -217,12 +293,14 @@ def name_tensors(
         found[tensor.name] = tensor
     if not tied and "output.weight" not in found:
         raise BadFile("missing tensors: lm_head.weight", "Fetch the checkpoint again; config.json says it has one.")
-    factors = rope_factors(config, metadata[metadata_key(Keys.Rope.DIMENSION_COUNT, record)])
-    if factors is not None:
-        found["rope_freqs.weight"] = Tensor(
-            "rope_freqs.weight", factors.shape, factors.nbytes, lambda: lambda start, stop: factors[None]
-        )
+    dims = metadata[metadata_key(Keys.Rope.DIMENSION_COUNT, record)]
+    for name, factors in rope_factors(config, dims).items():
+        found[name] = Tensor(name, factors.shape, factors.nbytes, partial(constant_rows, factors))
     return in_layer_order(found)
+
+
+def constant_rows(values: NDArray[np.float32]) -> Rows:
+    return lambda start, stop: values[None]
 
 
 def name_map(record: Architecture) -> TensorNameMap:

@@ -82,12 +82,12 @@ class Source:
             self.gguf.close()
 
 
-def float_tensor(name: str, stored: Stored, row_order: NDArray[np.int64] | None = None) -> Tensor:
-    """`row_order`: the order of the rows in GGUF."""
+def float_tensor(name: str, stored: Stored, row_order: NDArray[np.int64] | None = None, shift: int = 0) -> Tensor:
+    """`row_order`: the order of the rows in GGUF. `shift` is added to the values of a vector."""
 
     def read(start: int, stop: int) -> NDArray[np.float32]:
         if len(stored.shape) == 1:
-            values = widen(stored.read())
+            values = widen(stored.read()) + np.float32(shift)
             return (values if row_order is None else values[row_order])[None]
         if row_order is None:
             return widen(stored.read(start, stop))

@@ -8,6 +8,7 @@ keep the line in its own cache.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, product
 
 import numpy as np
@@ -28,8 +29,8 @@ from llamagpu.engine.ops import (
 )
 from llamagpu.engine.options import KvType
 from llamagpu.engine.routes import GridSize, Inputs, Prologue
-from llamagpu.engine.weights import Matrix, Weights
-from llamagpu.files.config import ModelConfig
+from llamagpu.engine.weights import Layer, Matrix, Weights
+from llamagpu.files.config import LayerKind, ModelConfig
 from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer, base_buffer, padded_ranges
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Dispatch, Gpu
@@ -43,8 +44,12 @@ LITMUS_LAYERS = 32  # grid barriers across which the litmus test passes values
 
 
 def can_fuse(config: ModelConfig, caps: Caps, int8: bool) -> bool:
-    """Whether the adapter and the shapes allow fused decode; the probe and the weights decide the rest."""
-    return routes.can_fuse(config.dim, config.ffn_dim, attention_shape(config, 1), int8, caps)
+    """Whether the adapter and the shapes allow fused decode; the probe and the weights decide the rest.
+
+    Soft caps have no stage.
+    """
+    c = config
+    return not c.attn_soft_cap and routes.can_fuse(c.dim, c.ffn_dim, attention_shape(c, 1), int8, caps)
 
 
 def weights_fit(weights: Weights) -> bool:
@@ -110,10 +115,13 @@ def layer_stride(width: int) -> int:
 
 
 def inter_stage_widths(c: ModelConfig, rows: int) -> tuple[int, ...]:
-    """Words of a layer in the inter-stage buffers: q, mid, act, partial, stats, kv_rows."""
+    """Words of a layer in the inter-stage buffers, in the order of InterStage."""
     splits = rows * c.heads * routes.fused_max_splits(c.kv_heads, rows)
     act = c.ffn_dim if rows == 1 else rows * c.ffn_dim * 3 // 8  # f32; int8 blocks
-    return rows * c.q_width, rows * c.dim, act, splits * c.head_dim, 2 * splits, 2 * rows * c.kv_width
+    raw = rows * (c.q_width + 2 * c.kv_width) if c.rotates_apart else 0
+    branch = rows * c.dim if c.norms_after else 0
+    attention = splits * c.head_dim, 2 * splits, 2 * rows * c.kv_width
+    return rows * c.q_width, rows * c.dim, act, *attention, raw, branch, branch
 
 
 def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvType, caps: Caps) -> tuple[int, ...]:
@@ -121,7 +129,7 @@ def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvT
 
     Attention stores keys and values in a q8_0 cache, so that a row could not read those of another row of the step.
     """
-    if kv_type is KvType.Q8_0:
+    if kv_type is KvType.Q8_0 or config.rotates_apart or config.norms_after:  # such stages ran with one row only
         return (1,)
     return (1, *routes.fused_widths(config.dim, attention_shape(config, 1), int8, has_half_sums(weights), caps))
 
@@ -142,6 +150,9 @@ class InterStage:
     partial: BufferRange  # attention's splits
     stats: BufferRange
     kv_rows: BufferRange  # keys and values on their way into a q8_0 cache
+    raw: BufferRange  # queries, keys and values before `rotate`, where there is such a stage
+    attended: BufferRange  # results of attention and feed forward before the norms after them, where there are such
+    fed_forward: BufferRange
 
 
 class FusedDecode:
@@ -214,11 +225,16 @@ class FusedDecode:
                 for buffer in matrix_buffers(matrix)
                 if same_storage or not isinstance(buffer, BufferRange)
             ]
-            shared = (layer.attn_norm, layer.ffn_norm, caches[i].keys, caches[i].values)
+            shared = (*layer.norms, caches[i].keys, caches[i].values)
             return tuple(id(base_buffer(as_buffer(buffer))) for buffer in (*shared, *own))
 
+        def kind(i: int) -> tuple[object, ...]:
+            """What all layers of a kernel have in common: their window, and the rotation unless it is the linear's."""
+            own = self.config.kinds[i]
+            return own.window, own.rope if self.config.rotates_apart else None
+
         found = []
-        for _, run in groupby(range(len(layers)), bound):
+        for _, run in groupby(range(len(layers)), lambda i: (bound(i), kind(i))):
             members = list(run)
             stages = self.stages(members, rows)
             table = self.layer_table(members)
@@ -228,64 +244,125 @@ class FusedDecode:
     def stages(self, members: list[int], rows: int = 1) -> list[Stage]:
         c, gpu, count, between = self.config, self.gpu, len(members), self.between
         first, cache = self.weights.layers[members[0]], self.cache.layers[members[0]]
+        kind, kv_type = c.kinds[members[0]], self.cache.kv_type
         keys, values = layer_range(cache.keys, count), layer_range(cache.values, count)
-        attn_norm, ffn_norm = layer_range(first.attn_norm, count), layer_range(first.ffn_norm, count)
         stride = layer_stride(rows * c.dim)
         x = BufferRange(self.x, members[0] * stride, (count + 1) * stride)
-        splits: Consts = {"WINDOW": c.sliding_window, "MAX_SPLITS": routes.fused_max_splits(c.kv_heads, rows)}
+        splits: Consts = {"WINDOW": kind.window, "MAX_SPLITS": routes.fused_max_splits(c.kv_heads, rows)}
         splits |= {"TOKENS": rows}
         own: Consts = {
             "SUBGROUPS_PER_HEAD": routes.fused_subgroups_per_head(c.heads_per_kv, self.grid, gpu.caps, rows),
             "WORKGROUP": self.grid.invocations,
             "PARTIAL": True,
         }
-        shape, parts = attention_shape(c, 1), ("split_count_dynamic",)
+        shape, parts = attention_shape(c, 1, kind=kind), ("split_count_dynamic",)
         buffers = AttentionBuffers(between.q, keys, values, between.partial, between.stats, kv_rows=between.kv_rows)
-        mode = AttentionMode(self.cache.kv_type, own_row=self.cache.kv_type is KvType.Q8_0)
+        mode = AttentionMode(kv_type, own_row=kv_type is KvType.Q8_0)
         [attention] = self.ops.attend(shape, buffers, mode, consts=splits | own, parts=parts)
         merge = PrologueSpec(Prologue.MERGE, {"stats": between.stats}, splits | {"HEAD_DIM": c.head_dim}, parts)
 
         def linear(
-            column: int, x: AnyBuffer, output: Callable[[Matrix], Output], inputs: Inputs, prologue: PrologueSpec
+            column: int,
+            x: AnyBuffer,
+            output: Callable[[LayerKind, Matrix], Output],
+            inputs: Inputs,
+            prologue: PrologueSpec,
         ) -> list[Stage]:
             return [
                 replace(stage, column=column, variant=number)
-                for number, matrix in enumerate(self.variants(members, column).values())
-                for stage in self.linear(x, slab_matrix(matrix), output, inputs, prologue, rows)
+                for number, i in enumerate(self.variants(members, column).values())
+                for stage in self.linear(
+                    x,
+                    slab_matrix(self.weights.layers[i].matrices[column]),
+                    partial(output, c.kinds[i]),
+                    inputs,
+                    prologue,
+                    rows,
+                )
             ]
 
-        def to_qkv(matrix: Matrix) -> Output:
-            buffers = QkvBuffers(between.q, keys, values, self.cache.rope, between.kv_rows)
-            return ops.qkv(c, matrix, buffers, self.cache.kv_type)
+        def to_q(kind: LayerKind) -> QkvBuffers:
+            return QkvBuffers(between.q, keys, values, self.cache.rope(kind), between.kv_rows)
 
-        def to_act(matrix: Matrix) -> Output:
+        def to_qkv(kind: LayerKind, matrix: Matrix) -> Output:
+            return ops.rows(between.raw, matrix) if c.rotates_apart else ops.qkv(c, kind, matrix, to_q(kind), kv_type)
+
+        def to_act(kind: LayerKind, matrix: Matrix) -> Output:
             if rows > 1:
-                return ops.swiglu_int8(between.act, matrix, persistent=True)
-            return ops.swiglu(between.act, matrix, not fits)
+                return ops.gated_int8(between.act, matrix, c.activation, persistent=True)
+            return ops.gated(between.act, matrix, c.activation, not fits)
 
         # inputs of the down projection that do not fit into workgroup memory are read from global memory
         fits = self.int8 or routes.fits_shared_memory(c.ffn_dim, shape, False, self.grid, gpu.caps)
         down_inputs = self.inputs if fits else Inputs.INTERLEAVED
-        copy = PrologueSpec(Prologue.NORM, {"norm": ffn_norm}, {"NORM": False})
+        unused = first.ffn_norm or first.post_ffw_norm
+        assert unused is not None
+        copy = PrologueSpec(Prologue.NORM, {"norm": layer_range(unused, count)}, {"NORM": False})
         down = copy if fits and rows == 1 else ops.NO_PROLOGUE
+
+        def norm(weight: Bindable | None) -> PrologueSpec:
+            if weight is None:
+                return copy
+            return PrologueSpec(Prologue.NORM, {"norm": layer_range(weight, count)}, {"EPS": c.stream_eps})
+
+        live_rows: int | str = "step.rows" if rows > 1 else 1
+
+        def to_mid(kind: LayerKind, matrix: Matrix) -> Output:
+            return ops.rows(between.attended, matrix) if c.norms_after else ops.sum_to(between.mid, x, matrix)
+
+        def to_x(kind: LayerKind, matrix: Matrix) -> Output:
+            return ops.rows(between.fed_forward, matrix) if c.norms_after else ops.sum_to(x, between.mid, matrix, 1)
+
         return [
-            *linear(0, x, to_qkv, self.inputs, self.norm(attn_norm)),
-            Stage(attention.source, attention.bindings, (c.kv_heads, "split_count()", "step.rows" if rows > 1 else 1)),
-            *linear(1, between.partial, lambda m: ops.sum_to(between.mid, x, m), self.inputs, merge),
-            *linear(2, between.mid, to_act, self.inputs, self.norm(ffn_norm)),
-            *linear(3, between.act, lambda m: ops.sum_to(x, between.mid, m, layer_offset=1), down_inputs, down),
+            *linear(0, x, to_qkv, self.inputs, norm(first.attn_norm)),
+            *self.rotate(first, kind, to_q(kind), count, rows),
+            Stage(attention.source, attention.bindings, (c.kv_heads, "split_count()", live_rows)),
+            *linear(1, between.partial, to_mid, self.inputs, merge),
+            *self.norm_after(first.post_attention_norm, count, rows, between.attended, x, between.mid),
+            *linear(2, between.mid, to_act, self.inputs, norm(first.ffn_norm)),
+            *linear(3, between.act, to_x, down_inputs, down),
+            *self.norm_after(first.post_ffw_norm, count, rows, between.fed_forward, between.mid, x, 1),
         ]
 
-    def variants(self, members: Sequence[int], column: int) -> dict[tuple[object, ...], Matrix]:
-        """The distinct matrices of a column of the layers, by their slabs."""
-        found: dict[tuple[object, ...], Matrix] = {}
+    def rotate(self, first: Layer, kind: LayerKind, buffers: QkvBuffers, count: int, rows: int) -> list[Stage]:
+        """From q, k and v of `count` layers to rotated queries and the KV cache, where the linear does not do it."""
+        c = self.config
+        if not c.rotates_apart:
+            return []
+        norm = None if first.qk_norm is None else layer_range(first.qk_norm, count)
+        route = replace(routes.ROTATE, consts={"WORKGROUP": self.grid.invocations, "TOKENS": rows})
+        one = self.ops.rotate(c, kind, self.between.raw, norm, buffers, self.cache.kv_type, 1, route)
+        units, _, _ = one.grid_for(1, 0)
+        return [Stage(one.source, one.bindings, (units, "step.rows" if rows > 1 else 1, 1))]
+
+    def norm_after(
+        self,
+        norm: Bindable | None,
+        count: int,
+        rows: int,
+        branch: AnyBuffer,
+        stream: AnyBuffer,
+        y: AnyBuffer,
+        layer_offset: int = 0,
+    ) -> list[Stage]:
+        """y = stream + the normalised branch, where an architecture has such a norm."""
+        if norm is None:
+            return []
+        route = replace(routes.SUM_NORM, consts={"WORKGROUP": self.grid.invocations})
+        consts: Consts = {"EPS": self.config.norm_eps, "LAYER_OFFSET": layer_offset, "TOKENS": rows}
+        one = self.ops.sum_norm(branch, layer_range(norm, count), stream, y, self.config.dim, consts, route)
+        return [Stage(one.source, one.bindings, ("step.rows" if rows > 1 else 1, 1, 1))]
+
+    def variants(self, members: Sequence[int], column: int) -> dict[tuple[object, ...], int]:
+        """A layer for each of the distinct matrices of a column, by variant_key."""
+        found: dict[tuple[object, ...], int] = {}
         for i in members:
-            matrix = self.weights.layers[i].matrices[column]
-            found.setdefault(slab_key(matrix), matrix)
+            found.setdefault(self.variant_key(i, column), i)
         return found
 
-    def norm(self, weight: AnyBuffer) -> PrologueSpec:
-        return PrologueSpec(Prologue.NORM, {"norm": weight}, {"EPS": self.config.norm_eps})
+    def variant_key(self, i: int, column: int) -> tuple[object, ...]:
+        """By the slabs of the matrix, and of q, k and v by the rotation."""
+        return slab_key(self.weights.layers[i].matrices[column]), self.config.kinds[i].rope if column == 0 else None
 
     def linear(
         self,
@@ -318,11 +395,12 @@ class FusedDecode:
 
     def layer_table(self, members: Sequence[int]) -> Buffer:
         """The layer table of gpu.fuse: variants and slab indices."""
-        slabs = [list(self.variants(members, column)) for column in range(4)]
+        known = [list(self.variants(members, column)) for column in range(4)]
         rows = [[len(members), 0, 0, 0]]
         for i in members:
-            each = zip(self.weights.layers[i].matrices, slabs, strict=True)
-            rows.append([known.index(slab_key(matrix)) << 16 | slab_index(matrix) for matrix, known in each])
+            variants = [known[column].index(self.variant_key(i, column)) for column in range(4)]
+            slabs = map(slab_index, self.weights.layers[i].matrices)
+            rows.append([variant << 16 | slab for variant, slab in zip(variants, slabs, strict=True)])
         return self._table(np.array(rows, np.uint32))
 
     def _table(self, rows: NDArray[np.uint32]) -> Buffer:

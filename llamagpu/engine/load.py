@@ -22,9 +22,10 @@ from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision, S
 from llamagpu.engine.pages import PAGE
 from llamagpu.engine.precision import resolve_precision
 from llamagpu.engine.synthetic import SyntheticFile
+from llamagpu.engine.texture_model import suits_textures
 from llamagpu.engine.weights import Weights, WeightTarget, allocate_weights, load_weights
 from llamagpu.errors import BadArgument, DoesNotFit, Unsupported, error_context
-from llamagpu.files.config import ModelConfig, check_tensors
+from llamagpu.files.config import ModelConfig, check_tensors, freq_factors_name
 from llamagpu.files.matrices import MatrixSource
 from llamagpu.files.packed_file import ModelFile, file_matrices, open_model_file
 from llamagpu.files.repack import to_f32
@@ -69,10 +70,10 @@ class ModelSource:
     def close(self) -> None:
         self.file.close()
 
-    @property
-    def freq_factors(self) -> NDArray[np.float32] | None:
-        factors = self.file.tensors.get("rope_freqs.weight")
-        return None if factors is None else to_f32(factors)
+    def freq_factors(self, context: int) -> NDArray[np.float32] | None:
+        """The divisors of the frequencies of RoPE for a context of this length."""
+        name = freq_factors_name(self.config, self.file.tensors, context)
+        return None if name is None else to_f32(self.file.tensors[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class LoadedModel:
         wanted = replace(options, backend=self.settings.backend, precision=self.settings.precision)
         settings = resolve(wanted, self.source, gpu)
         check_memory(self.source, settings, gpu)
-        return Engine(gpu, self.config, self.weights, settings, self.source.freq_factors)
+        return Engine(gpu, self.config, self.weights, settings, self.source.freq_factors(settings.context))
 
 
 def open_source(source: Source) -> ModelSource:
@@ -145,6 +146,7 @@ def resolve(options: EngineOptions, source: ModelSource, gpu: Gpu) -> Settings:
         precision is Precision.HIGH
         and options.kv_type in (None, KvType.F32)
         and options.backend is not Backend.BUFFERS
+        and suits_textures(c)
         and routes.suits_textures(c.dim, c.ffn_dim, c.head_dim, c.rope_dims, layouts, caps)
     )
     backend = Backend.TEXTURES if textures else Backend.BUFFERS
@@ -223,7 +225,7 @@ def load_model(
         memory = check_memory(source, settings, gpu, on_plan=on_plan)
         weights = load_source(source, settings, gpu, progress)
         times.weights_s, started = elapsed(started)
-        engine = Engine(gpu, source.config, weights, settings, source.freq_factors)
+        engine = Engine(gpu, source.config, weights, settings, source.freq_factors(settings.context))
         engine.model.plan(1)
         times.compile_s, started = elapsed(started)
         undo.pop_all()

@@ -36,7 +36,7 @@ from llamagpu.engine.options import KvType, Precision, Settings
 from llamagpu.engine.routes import Attention, Epilogue, Inputs, Prologue
 from llamagpu.engine.step_inputs import Segment, StepInputs
 from llamagpu.engine.weights import Layer, Matrix, Weights
-from llamagpu.files.config import ModelConfig
+from llamagpu.files.config import LayerKind, ModelConfig
 from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Dispatch, Gpu
@@ -75,7 +75,7 @@ class Model(ABC):
         self.lanes = gpu.caps.subgroup  # of a subgroup, as the kernels assume
         self.step = StepInputs(gpu)
         self.head_step = StepInputs(gpu) if settings.slots > 1 else self.step  # of the output head: a row per segment
-        self.ops = Ops(gpu, self.step.buffer, cache.table.buffer)
+        self.ops = Ops(gpu, self.step.buffer, cache.table.buffer, config.logit_soft_cap)
         self.plans: dict[PlanKey, Plan] = {}
         self.score_buffers: list[Buffer] = []  # of score plans; no other plan needs the logits of all rows
         c, rows = config, settings.chunk
@@ -264,6 +264,10 @@ class BufferModel(Model):
         if largest := max(self._split_bytes(), default=0):
             self.ops.partial_sums(largest)
         self.up = gpu.zeros(rows * c.ffn_dim * 4, "up") if separate else None  # [m, ffn], for gate_and_up
+        qkv = c.q_width + 2 * c.kv_width
+        self.raw = gpu.zeros(rows * qkv * 4, "raw") if c.rotates_apart else None  # [m, q | k | v] before `rotate`
+        # [m, dim] the result of attention or feed forward, before the norm after it
+        self.branch = gpu.zeros(rows * c.dim * 4, "branch") if c.norms_after else None
         self.hidden: Buffer | None = None  # [m, dim] after the last norm, for embeddings: allocated at the first one
 
     def _split_bytes(self) -> Iterator[int]:
@@ -286,7 +290,7 @@ class BufferModel(Model):
 
     def scratch(self) -> list[Bindable]:
         own: list[Bindable | None] = [self.x, self.h, self.q, self.act, self.h_int8, self.act_int8]
-        own += [self.partial, self.stats, self.up, self.hidden, self.int8_kv, self.kv_rows]
+        own += [self.partial, self.stats, self.up, self.raw, self.branch, self.hidden, self.int8_kv, self.kv_rows]
         fused = self.fused_decode.buffers() if self.fused_decode else []
         return [*super().scratch(), *(buffer for buffer in own if buffer is not None), *fused, *self.ops.scratch]
 
@@ -334,12 +338,14 @@ class BufferModel(Model):
         """The context bucket: all its positions have the same plan. 0 if attention is the same for all."""
         if self.fuses(width) or not routes.depends_on_context(self.attention(width), self.gpu.caps):
             return 0
-        window = self.config.sliding_window or position + 1
+        window = self.config.window or position + 1
         return routes.context_bucket(min(position + 1, window))
 
-    def attention(self, m: int, bucket: int = 1, segments: int = 1) -> Attention:
-        int8 = self.int8_attention and self.int8_kv is not None
-        return routes.in_splits(attention_shape(self.config, m, segments, max(1, bucket), int8), self.gpu.caps)
+    def attention(self, m: int, bucket: int = 1, segments: int = 1, kind: LayerKind | None = None) -> Attention:
+        int8, bucket = self.int8_attention and self.int8_kv is not None, max(1, bucket)
+        if kind and kind.window:
+            bucket = min(bucket, routes.context_bucket(kind.window))
+        return routes.in_splits(attention_shape(self.config, m, segments, bucket, int8, kind), self.gpu.caps)
 
     def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]:
         m, head = key.segments, self.weights.output  # rows of the output head
@@ -355,6 +361,8 @@ class BufferModel(Model):
         m, dispatches = key.width, list[Dispatch]()
         if key.embed:
             dispatches += tagged(self.ops.embed(self.weights.token_embd, self.x, m), "embedding", None)
+        if (scale := self.config.stored_embedding_scale) != 1:
+            dispatches += tagged([self.ops.scale(self.x, self.config.dim, scale, m)], "embedding", None)
         if self.fused_decode and self.fuses(m):
             return dispatches + self.fused_decode.dispatches(m)
         splits: Splits | None = None
@@ -372,26 +380,35 @@ class BufferModel(Model):
     ) -> tuple[list[Dispatch], Splits | None]:
         """`splits` are what the layer before has left to be added to the residual stream; returned is what this one
         leaves."""
-        m = key.width
-        buffers = QkvBuffers(self.q, cache.keys, cache.values, self.cache.rope, self.kv_rows)
-        to_qkv = ops.qkv(self.config, layer.qkv, buffers, self.cache.kv_type, one_segment=1 == key.segments < m)
-        qkv = self.norm_linear(i, "attn_norm", layer.attn_norm, "qkv", layer.qkv, m, to_qkv, splits)
-        if self.kv_rows and not self.stores_own_row(m):
-            shape = attention_shape(self.config, m)
+        qkv = self.qkv(i, layer, cache, key, splits)
+        if self.kv_rows and not self.stores_own_row(key.width):
+            shape = attention_shape(self.config, key.width)
             qkv += tagged([self.ops.store_kv(shape, self.kv_rows, cache.keys, cache.values)], "store_kv", i)
-        attended, splits = self.attend_linear(i, layer.attn_output, cache, key)
-        fed_forward, splits = self.feed_forward(i, layer, m, splits)
+        attended, splits = self.attend_linear(i, layer, cache, key)
+        fed_forward, splits = self.feed_forward(i, layer, key.width, splits)
         return [*qkv, *attended, *fed_forward], splits
 
     def stores_own_row(self, m: int) -> bool:
         """Whether attention stores the keys and values of a step of m rows in a q8_0 cache."""
         return self.kv_rows is not None and routes.stores_own_row(self.attention(m), self.gpu.caps)
 
+    def qkv(self, i: int, layer: Layer, cache: LayerCache, key: PlanKey, splits: Splits | None) -> list[Dispatch]:
+        """Queries to q, keys and values into the KV cache, or to kv_rows if it is q8_0."""
+        c, kind, m, kv_type = self.config, self.config.kinds[i], key.width, self.cache.kv_type
+        buffers = QkvBuffers(self.q, cache.keys, cache.values, self.cache.rope(kind), self.kv_rows)
+        if self.raw is None:
+            to_qkv = ops.qkv(c, kind, layer.qkv, buffers, kv_type, one_segment=1 == key.segments < m)
+            return self.norm_linear(i, "attn_norm", layer.attn_norm, "qkv", layer.qkv, m, to_qkv, splits)
+        to_raw = ops.rows(self.raw, layer.qkv)
+        linear = self.norm_linear(i, "attn_norm", layer.attn_norm, "qkv", layer.qkv, m, to_raw, splits)
+        rotate = self.ops.rotate(c, kind, self.raw, layer.qk_norm, buffers, kv_type, m)
+        return [*linear, *tagged([rotate], "rotate", i)]
+
     def norm_linear(
         self,
         i: int,
         norm_op: str,
-        norm: Bindable,
+        norm: Bindable | None,
         op: str,
         matrix: Matrix,
         m: int,
@@ -400,8 +417,13 @@ class BufferModel(Model):
     ) -> list[Dispatch]:
         """The linear of the normalised residual stream: one dispatch where its kernel can normalise, else two."""
         inputs = self.inputs(m)
+        if norm is None:
+            int8 = inputs is Inputs.INT8
+            quantise = [self.ops.quantise(self.x, self.h_int8, self.config.dim, m)] if int8 else []
+            linear = self.ops.linear(self.h_int8 if int8 else self.x, matrix, m, output, inputs)
+            return [*tagged(quantise, norm_op, i), *tagged(linear, op, i)]
         if inputs is Inputs.INT8 and m == 1 and self.norm_in_linear:
-            prologue = PrologueSpec(Prologue.NORM, {"norm": norm}, {"EPS": self.config.norm_eps})
+            prologue = PrologueSpec(Prologue.NORM, {"norm": norm}, {"EPS": self.config.stream_eps})
             return tagged(self.ops.linear(self.x, matrix, m, output, inputs, prologue), op, i)
         linear = self.ops.linear(self.normed(m), matrix, m, output, inputs)
         return [*tagged([self.norm(norm, m, splits=splits)], norm_op, i), *tagged(linear, op, i)]
@@ -416,18 +438,18 @@ class BufferModel(Model):
     ) -> Dispatch:
         table = routes.NORM_INT8 if self.inputs(m) is Inputs.INT8 else routes.NORM
         c = self.config
-        return self.ops.rms_norm(x or self.x, weight, self.normed(m), c.dim, c.norm_eps, m, last_rows, table, splits)
+        return self.ops.rms_norm(x or self.x, weight, self.normed(m), c.dim, c.stream_eps, m, last_rows, table, splits)
 
     def attend_linear(
-        self, i: int, matrix: Matrix, cache: LayerCache, key: PlanKey
+        self, i: int, layer: Layer, cache: LayerCache, key: PlanKey
     ) -> tuple[list[Dispatch], Splits | None]:
         """Attention and its output projection, which adds to the residual stream.
 
         The linear's kernel merges the splits of a long context where that is cheap, else a separate dispatch does.
         """
-        c, m = self.config, key.width
+        c, m, matrix = self.config, key.width, layer.attn_output
         inputs, h = self.inputs(m), self.normed(m)
-        shape, output = self.attention(m, key.bucket, key.segments), ops.add(self.x, matrix)
+        shape = self.attention(m, key.bucket, key.segments, c.kinds[i])
         splits, int8 = shape.splits, inputs is Inputs.INT8
         kernel = routes.select(routes.ATTEND, shape, self.gpu.caps).kernel
         quantises = int8 and kernel in routes.QUANTISING_ATTENTION
@@ -438,15 +460,38 @@ class BufferModel(Model):
         if splits > 1 and int8 and m == 1 and routes.merge_in_linear(c.q_width, splits):
             consts: Consts = {"HEAD_DIM": c.head_dim, "SPLITS": splits}
             prologue = PrologueSpec(Prologue.MERGE, {"stats": self.stats}, consts, ("split_count_fixed",))
-            linear = self.ops.linear(self.partial, matrix, m, output, inputs, prologue)
-            return [*attention, *tagged(linear, "attn_output", i)], None
+            linear, left = self.add(self.partial, matrix, m, inputs, layer.post_attention_norm, prologue)
+            return [*attention, *tagged(linear, "attn_output", i)], left
         between = []
         if splits > 1:
             between = [self.ops.attend_merge(shape, self.partial, self.stats, h, int8)]
         elif int8 and not quantises:
             between = [self.ops.quantise(self.h, h, c.q_width, m)]
-        linear, left = self.ops.add_linear(h, matrix, m, self.x, inputs)
+        linear, left = self.add(h, matrix, m, inputs, layer.post_attention_norm)
         return [*attention, *tagged(between, "attention", i), *tagged(linear, "attn_output", i)], left
+
+    def add(
+        self,
+        x: Bindable,
+        matrix: Matrix,
+        m: int,
+        inputs: Inputs,
+        norm: Bindable | None,
+        prologue: PrologueSpec = ops.NO_PROLOGUE,
+        last: bool = False,
+    ) -> tuple[list[Dispatch], Splits | None]:
+        """A linear whose results are added to the residual stream, normalised first if there is a norm after it.
+
+        The `last` one leaves no splits: whatever reads the residual stream next finds it complete.
+        """
+        if norm is not None:
+            assert self.branch is not None
+            linear = self.ops.linear(x, matrix, m, ops.store(self.branch, matrix), inputs, prologue)
+            c = self.config
+            return [*linear, self.ops.add_norm(self.branch, norm, self.x, c.dim, c.norm_eps, m)], None
+        if last or prologue is not ops.NO_PROLOGUE:
+            return self.ops.linear(x, matrix, m, ops.add(self.x, matrix), inputs, prologue), None
+        return self.ops.add_linear(x, matrix, m, self.x, inputs)
 
     def feed_forward(self, i: int, layer: Layer, m: int, splits: Splits | None) -> tuple[list[Dispatch], Splits | None]:
         inputs, down = self.inputs(m), layer.ffn_down
@@ -454,24 +499,25 @@ class BufferModel(Model):
         act = self.act_int8 if int8 else self.act
         if len(layer.gate_up) == 1:
             gate_up = layer.gate_up[0]
-            output = ops.swiglu_int8(act, gate_up) if int8 else ops.swiglu(act, gate_up)
+            activation = self.config.activation
+            output = ops.gated_int8(act, gate_up, activation) if int8 else ops.gated(act, gate_up, activation)
             hidden = self.norm_linear(i, "ffn_norm", layer.ffn_norm, "gate_up", gate_up, m, output, splits)
         else:
             hidden = self.gate_and_up(i, layer, m)
-        if i == self.config.layers - 1:  # whatever reads the residual stream next finds it complete
-            return [*hidden, *tagged(self.ops.linear(act, down, m, ops.add(self.x, down), inputs), "ffn_down", i)], None
-        linear, left = self.ops.add_linear(act, down, m, self.x, inputs)
+        last = i == self.config.layers - 1
+        linear, left = self.add(act, down, m, inputs, layer.post_ffw_norm, last=last)
         return [*hidden, *tagged(linear, "ffn_down", i)], left
 
     def gate_and_up(self, i: int, layer: Layer, m: int) -> list[Dispatch]:
-        """For files whose gate and up have different types: two linears, then silu(gate) * up."""
-        gate, up = layer.gate_up
+        """For files whose gate and up have different types: two linears, then their product."""
+        c, (gate, up) = self.config, layer.gate_up
+        h = self.h if layer.ffn_norm else self.x
         assert self.up is not None
         return [
-            *tagged([self.norm(layer.ffn_norm, m)], "ffn_norm", i),
-            *tagged(self.ops.linear(self.h, gate, m, ops.store(self.act, gate)), "ffn_gate", i),
-            *tagged(self.ops.linear(self.h, up, m, ops.store(self.up, up)), "ffn_up", i),
-            *tagged([self.ops.silu_mul(self.act, self.up, self.config.ffn_dim, m)], "silu_mul", i),
+            *(tagged([self.norm(layer.ffn_norm, m)], "ffn_norm", i) if layer.ffn_norm else ()),
+            *tagged(self.ops.linear(h, gate, m, ops.store(self.act, gate)), "ffn_gate", i),
+            *tagged(self.ops.linear(h, up, m, ops.store(self.up, up)), "ffn_up", i),
+            *tagged([self.ops.gate_mul(self.act, self.up, c.ffn_dim, c.activation, m)], "silu_mul", i),
         ]
 
     # Activations of a plan: f32, or int8 blocks (precision fast)
@@ -499,7 +545,7 @@ class BufferModel(Model):
     def hidden_dispatch(self, rows: int) -> Dispatch:
         c, norm = self.config, self.weights.output_norm
         self.hidden = self.hidden or self.gpu.zeros(self.chunk * c.dim * 4, "hidden")
-        return self.ops.rms_norm(self.after_layers(rows), norm, self.hidden, c.dim, c.norm_eps, rows)
+        return self.ops.rms_norm(self.after_layers(rows), norm, self.hidden, c.dim, c.stream_eps, rows)
 
     def read_hidden(self, rows: int) -> NDArray[np.float32]:
         assert self.hidden is not None
@@ -514,11 +560,12 @@ class BufferModel(Model):
         if not all(routes.fits_any(routes.LINEAR, shape, self.gpu.caps) for shape in shapes):
             # f16, which has no kernel for int8 blocks of many rows
             inputs, h = Inputs.F32, self.score_buffer(rows * c.dim, "normed")
-            norm = self.ops.rms_norm(x, self.weights.output_norm, h, c.dim, c.norm_eps, rows)
+            norm = self.ops.rms_norm(x, self.weights.output_norm, h, c.dim, c.stream_eps, rows)
         return [
             *self.layer_dispatches(rows),
             norm,
             *self.ops.linear(h, head, rows, ops.store(logits, head), inputs),
+            *([self.ops.soft_cap(logits, c.vocab, self.step.buffer, rows)] if c.logit_soft_cap else ()),
             self.ops.log_prob(logits, self.targets, self.scores, c.vocab),
         ]
 

@@ -10,7 +10,8 @@ from llamagpu.engine import routes
 from llamagpu.engine.options import KvType
 from llamagpu.engine.routes import Attention, Epilogue, Inputs, Linear, Prologue, Role, Route, RowWise, Table
 from llamagpu.engine.weights import Matrix
-from llamagpu.files.config import ModelConfig
+from llamagpu.files.architectures import Activation, QkNorm
+from llamagpu.files.config import LayerKind, ModelConfig, Rope
 from llamagpu.files.storage import Storage
 from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, Texture
 from llamagpu.gpu.caps import Grid
@@ -107,14 +108,21 @@ def sum_to(y: AnyBuffer, residual: AnyBuffer, matrix: Matrix, layer_offset: int 
     return Output(Epilogue.SUM, {"y": y, "residual": residual}, consts | _bias(matrix))
 
 
-def swiglu(y: AnyBuffer, matrix: Matrix, interleaved: bool = False) -> Output:
-    """silu(gate) * up; with `interleaved` in the order that Inputs.INTERLEAVED reads."""
-    return Output(Epilogue.SWIGLU, {"y": y}, {"WIDTH": matrix.n, "INTERLEAVED": interleaved} | _bias(matrix))
+def gated(y: AnyBuffer, matrix: Matrix, activation: Activation, interleaved: bool = False) -> Output:
+    """activation(gate) * up; with `interleaved` in the order that Inputs.INTERLEAVED reads."""
+    epilogue = Epilogue.SWIGLU if activation is Activation.SILU else Epilogue.GEGLU
+    return Output(epilogue, {"y": y}, {"WIDTH": matrix.n, "INTERLEAVED": interleaved} | _bias(matrix))
 
 
-def swiglu_int8(y: AnyBuffer, matrix: Matrix, persistent: bool = False) -> Output:
-    """silu(gate) * up as int8 blocks; `persistent`: in a workgroup that goes on with other rows."""
-    return Output(Epilogue.SWIGLU_INT8, {"y": y}, {"WIDTH": matrix.n, "PERSISTENT": persistent} | _bias(matrix))
+def gated_int8(y: AnyBuffer, matrix: Matrix, activation: Activation, persistent: bool = False) -> Output:
+    """activation(gate) * up as int8 blocks; `persistent`: in a workgroup that goes on with other rows."""
+    epilogue = Epilogue.SWIGLU_INT8 if activation is Activation.SILU else Epilogue.GEGLU_INT8
+    return Output(epilogue, {"y": y}, {"WIDTH": matrix.n, "PERSISTENT": persistent} | _bias(matrix))
+
+
+def rows(y: AnyBuffer, matrix: Matrix) -> Output:
+    """By layer, for a stage that reads whole rows."""
+    return Output(Epilogue.ROWS, {"y": y}, {"WIDTH": matrix.n} | _bias(matrix))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,25 +133,51 @@ class QkvBuffers:
     rope: Buffer
     kv_rows: AnyBuffer | None = None  # [m, keys and values, kv_heads, head_dim] f32, to be quantised for a q8_0 cache
 
+    def bindings(self, kv_type: KvType) -> dict[str, Bindable]:
+        bound: dict[str, Bindable] = {"y": self.q, "rope": self.rope}
+        if kv_type is KvType.Q8_0:
+            assert self.kv_rows is not None, "no epilogue has the 32 numbers that share a scale"
+            return bound | {"kv_rows": self.kv_rows}
+        return bound | {"k_cache": self.keys, "v_cache": self.values}
 
-def qkv(config: ModelConfig, matrix: Matrix, buffers: QkvBuffers, kv_type: KvType, one_segment: bool = False) -> Output:
+
+def qkv(
+    config: ModelConfig,
+    kind: LayerKind,
+    matrix: Matrix,
+    buffers: QkvBuffers,
+    kv_type: KvType,
+    one_segment: bool = False,
+) -> Output:
     """Queries, rotated, to q; keys, rotated, and values into the KV cache, or to kv_rows if it is q8_0."""
-    consts: Consts = head_consts(config) | {"ROPE_DIMS": config.rope_dims}
-    consts |= {"ONE_SEGMENT": one_segment} | _bias(matrix)
-    cache: dict[str, Bindable] = {"k_cache": buffers.keys, "v_cache": buffers.values}
-    if kv_type is KvType.Q8_0:
-        assert buffers.kv_rows is not None, "no epilogue has the 32 numbers that share a scale"
-        cache = {"kv_rows": buffers.kv_rows}
-    return Output(Epilogue.QKV, {"y": buffers.q, "rope": buffers.rope} | cache, consts, (f"kv_store_{kv_type}",))
+    consts = qkv_consts(config, kind) | {"ONE_SEGMENT": one_segment} | _bias(matrix)
+    return Output(Epilogue.QKV, buffers.bindings(kv_type), consts, (f"kv_store_{kv_type}",))
+
+
+def qkv_consts(config: ModelConfig, kind: LayerKind) -> Consts:
+    return head_consts(config) | {"ROPE_DIMS": rope_dims(config, kind)}
+
+
+def rope_dims(config: ModelConfig, kind: LayerKind) -> int:
+    return 0 if kind.rope is Rope.NONE else config.rope_dims
 
 
 def head_consts(shape: ModelConfig | Attention) -> Consts:
     return {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim}
 
 
-def attention_shape(config: ModelConfig, m: int, segments: int = 1, bucket: int = 1, int8: bool = False) -> Attention:
-    c = config
-    return Attention(m, c.heads, c.kv_heads, c.head_dim, c.sliding_window, c.attn_scale, 1, segments, bucket, int8)
+def attention_shape(
+    config: ModelConfig,
+    m: int,
+    segments: int = 1,
+    bucket: int = 1,
+    int8: bool = False,
+    kind: LayerKind | None = None,
+) -> Attention:
+    """Of a layer of this kind, or of the one with the longest window."""
+    c, window = config, config.window if kind is None else kind.window
+    own = Attention(m, c.heads, c.kv_heads, c.head_dim, window, c.attn_scale, 1, segments, bucket, int8)
+    return replace(own, soft_cap=c.attn_soft_cap)
 
 
 class Ops:
@@ -153,8 +187,8 @@ class Ops:
     its pages in `table` (engine/page_table.py).
     """
 
-    def __init__(self, gpu: Gpu, step: Buffer, table: Buffer | None = None) -> None:
-        self.gpu, self.step = gpu, step
+    def __init__(self, gpu: Gpu, step: Buffer, table: Buffer | None = None, logit_soft_cap: float = 0.0) -> None:
+        self.gpu, self.step, self.logit_soft_cap = gpu, step, logit_soft_cap
         self.shared: dict[str, Bindable] = {"step": step}
         if table is not None:
             self.shared["table"] = table
@@ -187,7 +221,7 @@ class Ops:
                 names.append("reduce_subgroup" if self.subgroups_fit(route) else "reduce_tree")
             elif role is Role.EPILOGUE and epilogue:
                 names.append(epilogue)
-                if epilogue is Epilogue.SWIGLU_INT8:
+                if epilogue.to_int8:
                     names += [int8_block] + ["hidden"] * (Role.PLANES not in route.parts)
             elif role is Role.INT8_BLOCK:
                 names.append(int8_block)
@@ -350,10 +384,17 @@ class Ops:
         output = store(head.logits, matrix)
         output = replace(output, bindings=dict(output.bindings) | {"step": head.step})
         linear = [fixed_grid(d, head.segments) for d in self.linear(x, matrix, head.segments, output, inputs)]
+        if self.logit_soft_cap:
+            linear.append(fixed_grid(self.soft_cap(head.logits, matrix.n, head.step, head.segments), head.segments))
         return [*linear, self.argmax(head.logits, head.candidates, matrix.n, head.segments)]
 
+    def soft_cap(self, logits: AnyBuffer, vocab: int, step: Buffer, m: int) -> Dispatch:
+        """Logits v become c tanh(v / c)."""
+        bindings = {"y": logits, "step": step}
+        return self._row_wise(routes.SOFT_CAP, bindings, vocab, m, {"CAP": self.logit_soft_cap})
+
     def head_finds_candidates(self, matrix: Matrix, inputs: Inputs, segments: int = 1) -> bool:
-        if segments > 1:
+        if segments > 1 or self.logit_soft_cap:
             return False
         shapes = [shard.shape(1, inputs, epilogue=Epilogue.LOGITS) for shard in matrix.shards]
         caps = self.gpu.caps
@@ -414,20 +455,85 @@ class Ops:
         """x as int8 blocks, for producers that cannot write them themselves."""
         return self._row_wise(routes.QUANTISE[0], {"x": x, "y": y}, width, m)
 
-    def silu_mul(self, y: AnyBuffer, up: AnyBuffer, width: int, m: int) -> Dispatch:
-        """y = silu(y) * up, in place."""
-        return self._row_wise(routes.SILU_MUL[0], {"y": y, "up": up}, width, m)
+    def add_norm(self, x: AnyBuffer, weight: Bindable, y: AnyBuffer, width: int, eps: float, m: int) -> Dispatch:
+        """y += x / rms(x) * weight, row by row."""
+        return self._row_wise(routes.ADD_NORM, {"x": x, "w": weight, "y": y}, width, m, {"EPS": eps})
+
+    def sum_norm(
+        self,
+        x: AnyBuffer,
+        weight: Bindable,
+        residual: AnyBuffer,
+        y: AnyBuffer,
+        width: int,
+        consts: Consts,
+        route: Route[RowWise] = routes.SUM_NORM,
+    ) -> Dispatch:
+        """y = residual + x / rms(x) * weight, by layer."""
+        return self._row_wise(route, {"x": x, "norm": weight, "residual": residual, "y": y}, width, 1, consts)
+
+    def scale(self, y: AnyBuffer, width: int, scale: float, m: int) -> Dispatch:
+        """y *= scale."""
+        return self._row_wise(routes.SCALE, {"y": y}, width, m, {"SCALE": scale})
+
+    def gate_mul(self, y: AnyBuffer, up: AnyBuffer, width: int, activation: Activation, m: int) -> Dispatch:
+        """y = activation(y) * up, in place."""
+        route = routes.SILU_MUL[0] if activation is Activation.SILU else routes.GELU_MUL
+        return self._row_wise(route, {"y": y, "up": up}, width, m)
+
+    def texture_scale(self, x: Texture, y: Texture, width: int, scale: float, m: int) -> Dispatch:
+        """y = scale * x."""
+        return self._row_wise(routes.TEXTURE_SCALE, {"x": x, "y": y}, width, m, {"SCALE": scale})
 
     def texture_silu_mul(self, gate: Texture, up: Texture, y: Texture, width: int, m: int) -> Dispatch:
         return self._row_wise(routes.TEXTURE_SILU_MUL[0], {"y": y, "gate": gate, "up": up}, width, m)
 
-    def _row_wise(self, route: Route[RowWise], bindings: Mapping[str, Bindable], width: int, m: int) -> Dispatch:
+    def _row_wise(
+        self, route: Route[RowWise], bindings: Mapping[str, Bindable], width: int, m: int, more: Consts | None = None
+    ) -> Dispatch:
         shape = RowWise(width)
         parts = self.parts(route) if route.parts else ()
-        consts: Consts = {"WIDTH": width} | self.tuning(route)
+        consts: Consts = {"WIDTH": width} | self.tuning(route) | (more or {})
         return self._dispatch(route, parts, consts, bindings, self.grid(route, shape, m), shape)
 
     # Attention
+
+    def rotate(
+        self,
+        config: ModelConfig,
+        kind: LayerKind,
+        x: AnyBuffer,
+        norm: Bindable | None,
+        buffers: QkvBuffers,
+        kv_type: KvType,
+        m: int,
+        route: Route[Attention] = routes.ROTATE,
+    ) -> Dispatch:
+        """From rows q | k | v to normalised and rotated queries, and keys and values in the KV cache."""
+        bindings = buffers.bindings(kv_type) | {"x": x, "norm": x if norm is None else norm}
+        return self._rotate(config, kind, bindings, m, route, (f"kv_store_{kv_type}",))
+
+    def rotate_texture(
+        self, config: ModelConfig, kind: LayerKind, bindings: Mapping[str, Bindable], m: int
+    ) -> Dispatch:
+        return self._rotate(config, kind, bindings, m, routes.TEXTURE_ROTATE)
+
+    def _rotate(
+        self,
+        config: ModelConfig,
+        kind: LayerKind,
+        bindings: Mapping[str, Bindable],
+        m: int,
+        route: Route[Attention],
+        parts: tuple[str, ...] = (),
+    ) -> Dispatch:
+        c, row_norm = config, config.qk_norm is QkNorm.ROW
+        consts = qkv_consts(config, kind)
+        consts |= {"QK_NORM": c.qk_norm is not QkNorm.NONE, "ROW_NORM": row_norm, "EPS": c.norm_eps}
+        consts |= {"TEMPERATURE": c.temperature, "TEMPERATURE_RUN": c.rope_orig_context} | self.tuning(route)
+        shape = attention_shape(c, m, kind=kind)
+        grid = self.grid(route, shape, m, {"ROW_NORM": int(row_norm)})
+        return self._dispatch(route, (*self.parts(route), *parts), consts, bindings, grid, shape)
 
     def attend(
         self,
@@ -445,6 +551,7 @@ class Ops:
         caps = self.gpu.caps
         route = routes.select(table, shape, caps)
         settings = head_consts(shape) | {"WINDOW": shape.window, "SCALE": shape.scale} | self.tuning(route)
+        settings |= {"SOFT_CAP": shape.soft_cap} if shape.soft_cap else {}
         bindings: dict[str, Bindable] = {"x": buffers.q, "y": buffers.out}
         caches: dict[str, Bindable] = {"k_cache": buffers.keys, "v_cache": buffers.values}
         owners: dict[str, int] = {}

@@ -40,7 +40,10 @@ class Epilogue(StrEnum):
     SUM = "epilogue_sum"
     SWIGLU = "epilogue_swiglu"
     SWIGLU_INT8 = "epilogue_swiglu_int8"
+    GEGLU = "epilogue_geglu"
+    GEGLU_INT8 = "epilogue_geglu_int8"
     QKV = "epilogue_qkv"
+    ROWS = "epilogue_rows"
     LOGITS = "epilogue_logits"
     PARTIAL = "epilogue_partial"  # of a split over K
     TEXTURE_ADD = "epilogue_texture_add"
@@ -52,7 +55,12 @@ class Epilogue(StrEnum):
     @property
     def needs_workgroup(self) -> bool:
         """Whether it is a workgroup epilogue, which reads the results of a whole workgroup."""
-        return self in (Epilogue.SWIGLU_INT8, Epilogue.LOGITS)
+        return self.to_int8 or self is Epilogue.LOGITS
+
+    @property
+    def to_int8(self) -> bool:
+        """Whether the results are int8 blocks."""
+        return self in (Epilogue.SWIGLU_INT8, Epilogue.GEGLU_INT8)
 
 
 class Role(StrEnum):
@@ -105,6 +113,7 @@ class Attention:
     segments: int = 1  # sequences that the rows belong to
     bucket: int = 1  # context bucket, see CONTEXT_BUCKETS
     int8: bool = False  # many rows may multiply in int8
+    soft_cap: float = 0.0  # scores s become c tanh(s / c)
 
     @property
     def heads_per_kv(self) -> int:
@@ -335,13 +344,13 @@ GEMV_BATCH_SHAPES: tuple[tuple[str, tuple[int, ...], Callable[[Linear, Caps], bo
     (
         "int8 results, x staged",
         (4, 8, 16),
-        lambda s, c: s.epilogue is Epilogue.SWIGLU_INT8 and quantised_dot(s) and c.shared_bytes >= 32768,
+        lambda s, c: s.epilogue.to_int8 and quantised_dot(s) and c.shared_bytes >= 32768,
         {"WORKGROUP": 256, "LANES": 16, "ROW_PAIRS": 2, "STAGED": 1, "PREFETCH": 1},
     ),
     (
         "int8 results",
         (2, 4, 8),
-        lambda s, c: s.epilogue is Epilogue.SWIGLU_INT8 and c.invocations >= 512,
+        lambda s, c: s.epilogue.to_int8 and c.invocations >= 512,
         {"WORKGROUP": 512, "LANES": 32, "ROW_PAIRS": 2},
     ),
     (
@@ -670,7 +679,17 @@ QUANTISE: Table[RowWise] = (
     Route("quantise_int8", lambda s, c: s.width % 32 == 0, "width % 32 = 0", eighths_grid, (Role.INT8_BLOCK,)),
 )
 
+ADD_NORM: Route[RowWise] = Route("add_rms_norm", lambda s, c: True, "-", row_grid, (Role.REDUCE,))
+
+SUM_NORM: Route[RowWise] = Route("sum_rms_norm", lambda s, c: True, "a fused stage", row_grid, (Role.REDUCE,))
+
+SCALE: Route[RowWise] = Route("scale", lambda s, c: True, "-", value_grid)
+
 SILU_MUL: Table[RowWise] = (Route("silu_mul", lambda s, c: True, "-", value_grid),)
+
+GELU_MUL: Route[RowWise] = Route("gelu_mul", lambda s, c: True, "-", value_grid)
+
+SOFT_CAP: Route[RowWise] = Route("soft_cap", lambda s, c: True, "-", value_grid)
 
 EMBED: Table[Linear] = (
     Route("embed", lambda s, c: word_aligned(s, 8), "k and group % 8 = 0", embed_grid, (Role.WEIGHT,)),
@@ -695,18 +714,19 @@ def split_rows_fit(s: Attention, c: Caps) -> bool:
     subgroups = c.subgroup >= 4 and s.heads_per_kv * c.subgroup <= c.invocations
     always = SPLIT_ROWS if int8_attention(s, c) else SPLIT_ROWS_F32
     few = s.m <= always or s.m * (s.bucket + s.m // 2) <= FEW_SCORES
-    return few and s.head_dim % 64 == 0 and subgroups
+    return few and s.head_dim % 64 == 0 and subgroups and not s.soft_cap
 
 
 def tile_rows_fit(s: Attention, c: Caps) -> bool:
     """Whether attend_tile fits: its workgroups have at least 32 rows, which hold a token of each query head."""
     dims = s.head_dim in range(32, 257, 32) and tile_bytes(s.head_dim) <= c.shared_bytes
-    return s.m >= TILE_ROWS and dims and c.subgroup >= tile_owners(s.head_dim) and s.heads_per_kv <= 32
+    fits = dims and c.subgroup >= tile_owners(s.head_dim) and s.heads_per_kv <= 32
+    return s.m >= TILE_ROWS and fits and not s.soft_cap
 
 
 def int8_attention(s: Attention, c: Caps, workgroup: int = 128) -> bool:
     """Whether attend_int8 may and can run: workgroups have a row for each query head of a KV head."""
-    heads = s.head_dim in (64, 128) and s.heads_per_kv <= workgroup // 2
+    heads = s.head_dim in (64, 128) and s.heads_per_kv <= workgroup // 2 and not s.soft_cap
     return s.int8 and s.m > 1 and heads and c.subgroup >= 8 and int8_tile_bytes(s.head_dim, workgroup) <= c.shared_bytes
 
 
@@ -760,6 +780,13 @@ ATTEND: Table[Attention] = (
         lambda s, c, caps, rows, position: fold(-(-rows * s.heads // c["WORKGROUP"]), caps),
         (Role.KV4, Role.PAGES),
     ),
+)
+ROTATE: Route[Attention] = Route(
+    "rotate",
+    lambda s, c: True,
+    "QK norm or attention temperature",
+    lambda s, c, caps, rows, position: (3 if c["ROW_NORM"] else s.heads + 2 * s.kv_heads, rows, 1),
+    (Role.REDUCE,),
 )
 QUANTISE_KV: Route[Attention] = Route(
     "quantise_kv",
@@ -957,6 +984,10 @@ TEXTURE_VALUES: Table[Attention] = (
 TEXTURE_EMBED: Table[Linear] = (
     Route("embed_texture", lambda s, c: True, "-", embed_grid, (Role.TEXTURE,), one_vector=True),
 )
+
+TEXTURE_ROTATE = replace(ROTATE, kernel="rotate_texture", one_vector=True)
+
+TEXTURE_SCALE: Route[RowWise] = Route("scale_texture", lambda s, c: True, "-", texels_grid, one_vector=True)
 
 TEXTURE_SILU_MUL: Table[RowWise] = (Route("silu_mul_texture", lambda s, c: True, "-", texels_grid, one_vector=True),)
 

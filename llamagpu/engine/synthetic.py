@@ -1,7 +1,7 @@
 """Synthetic models for benchmarks: shapes of real models, with random weights that the device generates."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from llamagpu.engine.weights import MatrixShard, Weights, in_order, norms_in_ord
 from llamagpu.errors import LlamaGpuError
 from llamagpu.files.config import ModelConfig, tensor_shapes
 from llamagpu.files.gguf_file import BLOCKS, RawTensor
-from llamagpu.files.matrices import MatrixSource, matrix_sources
+from llamagpu.files.matrices import MatrixSource, matrix_sources, norm_widths
 from llamagpu.files.storage import Layout, PackedMatrix, Storage
 from llamagpu.files.texture_layout import to_texture
 from llamagpu.gpu.buffers import AnyBuffer, as_buffer, is_texture
@@ -31,8 +31,17 @@ class Shape:
     tied: bool
     context: int = 131072
     arch: str = "llama"
+    keys: Mapping[str, Any] = field(default_factory=dict)  # further metadata, without the prefix
 
 
+GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.015625, "logit_scale": 8.0}
+MINISTRAL = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 16.0,
+    "rope.scaling.original_context_length": 16384,
+    "rope.scaling.yarn_log_multiplier": 1.0,
+    "attention.temperature_scale": 0.1,
+}
 SHAPES = {
     "llama-3.2-1b": Shape(16, 2048, 8192, 32, 8, 64, 128256, True),
     "llama-3.2-3b": Shape(28, 3072, 8192, 24, 8, 128, 128256, True),
@@ -42,6 +51,17 @@ SHAPES = {
     "llama-2-7b": Shape(32, 4096, 11008, 32, 32, 128, 32000, False, 4096),
     "mistral-7b": Shape(32, 4096, 14336, 32, 8, 128, 32000, False, 32768),
     "qwen2.5-0.5b": Shape(24, 896, 4864, 14, 2, 64, 151936, True, 32768, "qwen2"),
+    "qwen3-0.6b": Shape(28, 1024, 3072, 16, 8, 128, 151936, True, 40960, "qwen3"),
+    "qwen3-4b": Shape(36, 2560, 9728, 32, 8, 128, 151936, True, 40960, "qwen3"),
+    "qwen3-8b": Shape(36, 4096, 12288, 32, 8, 128, 151936, False, 40960, "qwen3"),
+    "smollm3-3b": Shape(36, 2048, 11008, 16, 4, 128, 128256, True, 65536, "smollm3"),
+    "granite-3.3-2b": Shape(40, 2048, 8192, 32, 8, 64, 49159, True, 131072, "granite", GRANITE),
+    "ministral-3-3b": Shape(26, 3072, 9216, 32, 8, 128, 131072, True, 262144, "mistral3", MINISTRAL),
+    "phi-4-mini": Shape(32, 3072, 8192, 24, 8, 128, 200064, True, 131072, "phi3", {"rope.dimension_count": 96}),
+    "olmo-2-1b": Shape(16, 2048, 8192, 16, 16, 128, 100352, False, 4096, "olmo2"),
+    "gemma-2-2b": Shape(26, 2304, 9216, 8, 4, 256, 256000, True, 8192, "gemma2", {"attention.sliding_window": 4096}),
+    "gemma-3-1b": Shape(26, 1152, 6912, 4, 1, 256, 262144, True, 32768, "gemma3", {"attention.sliding_window": 512}),
+    "gemma-3-4b": Shape(34, 2560, 10240, 8, 4, 256, 262208, True, 131072, "gemma3", {"attention.sliding_window": 1024}),
     "tiny": Shape(2, 128, 256, 4, 2, 64, 512, True, 1024),  # for tests
 }
 
@@ -81,31 +101,23 @@ def parse(spec: str) -> tuple[str, str]:
 
 def synthetic_config(name: str) -> ModelConfig:
     s = SHAPES[name]
-    return ModelConfig(
-        arch=s.arch,
-        name=name,
-        layers=s.layers,
-        dim=s.dim,
-        heads=s.heads,
-        kv_heads=s.kv_heads,
-        head_dim=s.head_dim,
-        ffn_dim=s.ffn,
-        vocab=s.vocab,
-        context=s.context,
-        rope_theta=500000.0,
-        rope_dims=s.head_dim,
-        rope_scaling="none",
-        rope_factor=1.0,
-        rope_orig_context=s.context,
-        yarn_ext_factor=1.0,
-        yarn_attn_factor=1.0,
-        yarn_beta_fast=32.0,
-        yarn_beta_slow=1.0,
-        neox=False,
-        norm_eps=1e-5,
-        sliding_window=0,
-        tied=s.tied,
-    )
+    own = {
+        "block_count": s.layers,
+        "context_length": s.context,
+        "embedding_length": s.dim,
+        "feed_forward_length": s.ffn,
+        "attention.head_count": s.heads,
+        "attention.head_count_kv": s.kv_heads,
+        "attention.key_length": s.head_dim,
+        "attention.value_length": s.head_dim,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 500000.0,
+        **s.keys,
+    }
+    metadata = {"general.architecture": s.arch, "general.name": name}
+    outside = ("token_embd.weight",) if s.tied else ("token_embd.weight", "output.weight")
+    tables = {name: RawTensor(name, "F16", (s.vocab, s.dim), np.zeros(0, np.uint8)) for name in outside}
+    return ModelConfig.from_gguf(metadata | {f"{s.arch}.{key}": value for key, value in own.items()}, tables)
 
 
 def fitting_type(ggml_type: str, k: int) -> str:
@@ -163,8 +175,9 @@ class SyntheticFile:
         for matrix in in_order(weights):
             for shard in matrix.shards:
                 fill_shard(gpu, recorder, shard)
-        for norm in norms_in_order(weights):
-            upload_norm(gpu, norm, np.ones(self.config.dim, np.float32))
+        widths = norm_widths(self.config).values()
+        for norm, width in zip(norms_in_order(weights), widths, strict=True):
+            upload_norm(gpu, norm, np.ones(width, np.float32))
 
 
 def fill_shard(gpu: Gpu, recorder: Recorder, shard: MatrixShard) -> None:

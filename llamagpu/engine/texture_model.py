@@ -17,9 +17,17 @@ from llamagpu.engine.ops import NO_PROLOGUE, Consts, Output, PrologueSpec, atten
 from llamagpu.engine.options import Settings
 from llamagpu.engine.routes import Epilogue, Prologue
 from llamagpu.engine.weights import Layer, Matrix, Weights
+from llamagpu.files.architectures import Activation
 from llamagpu.files.config import ModelConfig
 from llamagpu.gpu.buffers import Bindable, Texture
 from llamagpu.gpu.device import Dispatch, Gpu
+
+
+def suits_textures(config: ModelConfig) -> bool:
+    """Whether the architecture has only what kernels on textures can do."""
+    c = config
+    soft_caps = c.attn_soft_cap or c.logit_soft_cap
+    return c.norms_before and not c.norms_after and not soft_caps and c.activation is Activation.SILU
 
 
 class TextureModel(Model):
@@ -38,6 +46,9 @@ class TextureModel(Model):
         self.h = gpu.texture(max(c.dim, c.q_width) // 4, rows, "h")  # [m, dim] normalised; attended
         self.q = gpu.texture(c.q_width // 4, rows, "q")  # [m, heads, head_dim] rotated queries
         self.act = gpu.texture(c.ffn_dim // 4, rows, "act")  # [m, ffn] silu(gate) * up
+        self.raw: Texture | None = None  # [m, q | k | v] before `rotate_texture`
+        if c.rotates_apart:
+            self.raw = gpu.texture((c.q_width + 2 * c.kv_width) // 4, rows, "raw")
         self.gate: Texture | None = None  # [m, ffn] each, where gate and up have different types
         self.up: Texture | None = None
         if any(len(layer.gate_up) > 1 for layer in weights.layers):
@@ -45,7 +56,7 @@ class TextureModel(Model):
         self._dispatches: dict[tuple[int, int], list[Dispatch]] = {}  # by rows and segments
 
     def scratch(self) -> list[Bindable]:
-        own = [self.x, self.mid, self.h, self.q, self.act, self.gate, self.up]
+        own = [self.x, self.mid, self.h, self.q, self.raw, self.act, self.gate, self.up]
         return [*super().scratch(), *(texture for texture in own if texture is not None)]
 
     # Plans: a plan of several rows takes any number of rows
@@ -69,22 +80,34 @@ class TextureModel(Model):
         return [replace(dispatch, grid=dispatch.grid_for(1, position)) for dispatch in found]
 
     def layer_dispatches(self, rows: int, segments: int = 1) -> list[Dispatch]:
-        embed = self.ops.embed(self.weights.token_embd, self.x, rows, routes.TEXTURE_EMBED)
+        c, scale = self.config, self.config.stored_embedding_scale
+        into = self.x if scale == 1 else self.mid
+        embed = self.ops.embed(self.weights.token_embd, into, rows, routes.TEXTURE_EMBED)
+        if scale != 1:
+            embed.append(self.ops.texture_scale(into, self.x, c.dim, scale, rows))
         dispatches = tagged(embed, "embedding", None)
         for i, (layer, texture) in enumerate(zip(self.weights.layers, self.cache.textures, strict=True)):
             dispatches += self.layer(i, layer, texture, rows, segments)
         return dispatches
 
     def layer(self, i: int, layer: Layer, cache: Texture, m: int, segments: int) -> list[Dispatch]:
-        c = self.config
-        consts: Consts = ops.head_consts(c) | {"ROPE_DIMS": c.rope_dims}
-        to_qkv = Output(Epilogue.TEXTURE_QKV, {"y": self.q, "cache": cache, "rope": self.cache.rope}, consts)
-        shape = attention_shape(c, m, segments=segments)
+        c, kind = self.config, self.config.kinds[i]
+        consts: Consts = ops.head_consts(c) | {"ROPE_DIMS": ops.rope_dims(c, kind)}
+        buffers: dict[str, Bindable] = {"y": self.q, "cache": cache, "rope": self.cache.rope(kind)}
+        to_qkv, rotate = Output(Epilogue.TEXTURE_QKV, buffers, consts), list[Dispatch]()
+        if self.raw is not None:
+            to_qkv = Output(Epilogue.TEXTURE_STORE, {"y": self.raw})
+            unused = layer.attn_norm
+            assert unused is not None
+            bound = buffers | {"x": self.raw, "w": layer.qk_norm or unused}
+            rotate = [self.ops.rotate_texture(c, kind, bound, m)]
+        shape = attention_shape(c, m, segments=segments, kind=kind)
         attention = self.ops.attend_textures(shape, self.q, cache, self.cache.scores, self.h)
         to_mid = Output(Epilogue.TEXTURE_ADD, {"base": self.x, "y": self.mid})
         to_x = Output(Epilogue.TEXTURE_ADD, {"base": self.mid, "y": self.x})
         return [
             *self.norm_linears(i, "attn_norm", self.x, layer.attn_norm, [("qkv", layer.qkv, to_qkv)], m),
+            *tagged(rotate, "rotate", i),
             *tagged(attention, "attention", i),
             *tagged(self.linear(self.h, layer.attn_output, m, to_mid), "attn_output", i),
             *self.feed_forward(i, layer, m),
@@ -112,7 +135,7 @@ class TextureModel(Model):
         output = replace(output, consts=output.consts | {"BIAS": matrix.bias is not None})
         prologue = NO_PROLOGUE
         if norm is not None:
-            prologue = PrologueSpec(Prologue.NORM, {"norm": norm}, {"NORM": True, "EPS": self.config.norm_eps})
+            prologue = PrologueSpec(Prologue.NORM, {"norm": norm}, {"NORM": True, "EPS": self.config.stream_eps})
         return self.ops.linear(x, matrix, m, output, prologue=prologue, table=routes.TEXTURE_LINEAR)
 
     def norm_linears(
@@ -120,11 +143,12 @@ class TextureModel(Model):
         i: int,
         norm_op: str,
         x: Texture,
-        norm: Bindable,
+        norm: Bindable | None,
         linears: list[tuple[str, Matrix, Output]],
         m: int,
     ) -> list[Dispatch]:
         """Linears of normalised x. The kernel for one row normalises itself, which is cheaper than a dispatch."""
+        assert norm is not None
         if m == 1:
             return [d for op, w, output in linears for d in tagged(self.linear(x, w, m, output, norm), op, i)]
         dispatches = tagged([self.norm(x, norm, m)], norm_op, i)
@@ -134,7 +158,7 @@ class TextureModel(Model):
 
     def norm(self, x: Texture, weight: Bindable, m: int, last_rows: bool = False) -> Dispatch:
         c = self.config
-        return self.ops.rms_norm(x, weight, self.h, c.dim, c.norm_eps, m, last_rows, routes.TEXTURE_NORM)
+        return self.ops.rms_norm(x, weight, self.h, c.dim, c.stream_eps, m, last_rows, routes.TEXTURE_NORM)
 
     def feed_forward(self, i: int, layer: Layer, m: int) -> list[Dispatch]:
         if len(layer.gate_up) == 1:

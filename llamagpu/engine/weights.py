@@ -21,8 +21,7 @@ from llamagpu.engine.slabs import Slabs
 from llamagpu.errors import BadFile
 from llamagpu.files.config import ModelConfig
 from llamagpu.files.gguf_file import REMEDY_REFETCH
-from llamagpu.files.matrices import LoadedMatrix, MatrixSource, Tensors, layer_of, norm_names
-from llamagpu.files.repack import to_f32
+from llamagpu.files.matrices import LoadedMatrix, MatrixSource, Tensors, layer_of, norm_values, norm_widths
 from llamagpu.files.storage import (
     TEXTURE_ROWS,
     Layout,
@@ -103,12 +102,21 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    attn_norm: Bindable  # [dim] f32
     qkv: Matrix  # rows q | k | v, RoPE pairs adjacent
     attn_output: Matrix
-    ffn_norm: Bindable  # [dim] f32
     gate_up: tuple[Matrix, ...]  # one, rows interleaved; or (gate, up) where their types differ
     ffn_down: Matrix
+    attn_norm: Bindable | None = None  # [dim] f32, as the next three
+    ffn_norm: Bindable | None = None
+    post_attention_norm: Bindable | None = None
+    post_ffw_norm: Bindable | None = None
+    qk_norm: Bindable | None = None  # of queries, then of keys
+
+    @property
+    def norms(self) -> tuple[Bindable, ...]:
+        """In the order of norm_widths."""
+        found = self.attn_norm, self.ffn_norm, self.post_attention_norm, self.post_ffw_norm, self.qk_norm
+        return tuple(norm for norm in found if norm is not None)
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -126,7 +134,7 @@ class Weights:
         """Every buffer and texture, once: layers share slabs, and tied matrices are one."""
         matrices = [self.token_embd, self.output, *(matrix for layer in self.layers for matrix in layer.matrices)]
         bound: list[Bindable | None] = [self.output_norm]
-        bound += [norm for layer in self.layers for norm in (layer.attn_norm, layer.ffn_norm)]
+        bound += [norm for layer in self.layers for norm in layer.norms]
         bound += [matrix.bias for matrix in matrices]
         bound += [binding for matrix in matrices for shard in matrix.shards for binding in shard.bindings.values()]
         owners = (each.buffer if isinstance(each, BufferRange) else each for each in bound if each is not None)
@@ -208,26 +216,25 @@ def allocate_weights(
     for source in sources:
         found[source.label] = allocate_matrix(source, gpu, target, slabs)
     norms: dict[str, Bindable] = {}
-    for name in norm_names(config):
+    for name, width in norm_widths(config).items():
         if target.backend is Backend.TEXTURES:
-            norms[name] = gpu.texture(config.dim // 4, 1, name)
+            norms[name] = gpu.texture(width // 4, 1, name)
         else:
-            norms[name] = slabs.alloc(4 * config.dim, name.removesuffix(".weight"), layer_of(name))
+            norms[name] = slabs.alloc(4 * width, name, layer_of(name))
     layers = tuple(
         Layer(
-            attn_norm=norms[f"blk.{i}.attn_norm.weight"],
             qkv=found[f"blk.{i}.qkv"],
             attn_output=found[f"blk.{i}.attn_output"],
-            ffn_norm=norms[f"blk.{i}.ffn_norm.weight"],
             gate_up=tuple(
                 found[f"blk.{i}.{name}"] for name in ("gate_up", "ffn_gate", "ffn_up") if f"blk.{i}.{name}" in found
             ),
             ffn_down=found[f"blk.{i}.ffn_down"],
+            **{label.split(".")[2]: norm for label, norm in norms.items() if layer_of(label) == i},
         )
         for i in range(config.layers)
     )
     output = found.get("output", found["token_embd"])
-    return Weights(found["token_embd"], layers, norms["output_norm.weight"], output)
+    return Weights(found["token_embd"], layers, norms["output_norm"], output)
 
 
 def allocate_matrix(source: MatrixSource, gpu: Gpu, target: WeightTarget, slabs: Slabs) -> Matrix:
@@ -287,9 +294,8 @@ def load_weights(
             gpu.write(matrix.bias, bias)
         if progress:
             progress(count + 1, len(jobs))
-    norms = dict(zip(norm_names(config), norms_in_order(weights), strict=True))
-    for name, norm in norms.items():
-        upload_norm(gpu, norm, to_f32(tensors[name]))
+    for label, norm in zip(norm_widths(config), norms_in_order(weights), strict=True):
+        upload_norm(gpu, norm, norm_values(tensors, config, label))
 
 
 def in_order(weights: Weights) -> list[Matrix]:
@@ -299,8 +305,8 @@ def in_order(weights: Weights) -> list[Matrix]:
 
 
 def norms_in_order(weights: Weights) -> list[Bindable]:
-    """The norms in the order of norm_names."""
-    return [weights.output_norm, *(norm for layer in weights.layers for norm in (layer.attn_norm, layer.ffn_norm))]
+    """The norms in the order of norm_widths."""
+    return [weights.output_norm, *(norm for layer in weights.layers for norm in layer.norms)]
 
 
 MAX_THREADS = 8  # each holds a matrix or two in memory

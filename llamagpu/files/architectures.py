@@ -4,10 +4,25 @@ The model builder reads these fields through ModelConfig, never an architecture'
 here (CONTRIBUTING.md).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 # The tensors of a layer that may have a bias, without `blk.N.` and `.bias`.
 BIASES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
+
+class QkNorm(StrEnum):
+    """The RMS norm of queries and keys, before they are rotated."""
+
+    NONE = "none"
+    HEAD = "head"  # of each head, one weight for all
+    ROW = "row"  # of all heads of a token together
+
+
+class Activation(StrEnum):
+    SILU = "silu"
+    GELU = "gelu"  # the tanh approximation
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +31,38 @@ class Architecture:
     models: str  # which models have it, for messages and documents
     hf_types: tuple[str, ...]  # model_type in the config.json of Hugging Face checkpoints
     neox: bool = False  # RoPE pairs (i, i + rope_dims/2); else (2i, 2i + 1)
-    sliding_window: bool = False  # attention.sliding_window counts; qwen2 files carry one that llama.cpp ignores
+    sliding_window: bool = False  # attention.sliding_window counts; some files carry one that llama.cpp ignores
+    window_period: int = 0  # every so many layers one sees all positions, if the file does not say which; 0: none does
+    local_rope: bool = False  # layers with a window rotate by rope.freq_base_swa, without scaling
+    local_theta: float = 0.0  # rope.freq_base_swa of files that have none; 0: their rope.freq_base
+    unrotated_period: int = 0  # every so many layers one does not rotate; 0: all rotate
     rope_freqs: bool = False  # GGUF can store llama3 RoPE scaling, in the tensor rope_freqs.weight
+    partial_rotary: bool = False  # RoPE may rotate a part of each head
+    qk_norm: QkNorm = QkNorm.NONE
+    norms_before: bool = True  # of the inputs of attention and feed forward
+    norms_after: bool = False  # of their results, before they are added to the residual stream
+    norm_shift: int = 0  # Hugging Face stores norm weights less this
+    activation: Activation = Activation.SILU
+    fused_tensors: bool = False  # attn_qkv is q | k | v, ffn_up is gate | up
+    embedding_root: bool = False  # embeddings are multiplied by the square root of their width
+    scales: bool = False  # embedding, residual, attention and logit scale in the metadata
+    attn_soft_cap: float = 0.0  # scores s become c tanh(s / c), unless the file has another c; 0: they do not
+    logit_soft_cap: float = 0.0
+    unscaled_layers: int = 0  # a model of so many layers divides scores by sqrt(dim / heads), not sqrt(head_dim)
+    temperature: bool = False  # queries grow with the position (attention.temperature_scale)
+    hf_defaults: Mapping[str, object] = field(default_factory=dict)  # what config.json need not say
 
 
+GEMMA_3 = {
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
 ARCHITECTURES = {
     record.name: record
     for record in (
@@ -31,6 +74,65 @@ ARCHITECTURES = {
             rope_freqs=True,
         ),
         Architecture("qwen2", models="Qwen2, Qwen2.5", hf_types=("qwen2",), neox=True),
+        Architecture("qwen3", models="Qwen3", hf_types=("qwen3",), neox=True, qk_norm=QkNorm.HEAD),
+        Architecture("smollm3", models="SmolLM3", hf_types=("smollm3",), unrotated_period=4),
+        Architecture("granite", models="Granite 3 and 4 without experts", hf_types=("granite",), scales=True),
+        Architecture(
+            "mistral3", models="Ministral 3, Mistral Small 3", hf_types=("ministral3", "mistral3"), temperature=True
+        ),
+        Architecture(
+            "phi3",
+            models="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
+            hf_types=("phi3",),
+            neox=True,
+            partial_rotary=True,
+            fused_tensors=True,
+        ),
+        Architecture(
+            "olmo2",
+            models="OLMo 2 and 3",
+            hf_types=("olmo2", "olmo3"),
+            neox=True,
+            sliding_window=True,
+            window_period=4,
+            local_rope=True,
+            qk_norm=QkNorm.ROW,
+            norms_before=False,
+            norms_after=True,
+        ),
+        Architecture(
+            "gemma2",
+            models="Gemma 2",
+            hf_types=("gemma2",),
+            neox=True,
+            sliding_window=True,
+            window_period=2,
+            norms_after=True,
+            norm_shift=1,
+            activation=Activation.GELU,
+            embedding_root=True,
+            attn_soft_cap=50.0,
+            logit_soft_cap=30.0,
+            unscaled_layers=46,
+            hf_defaults={"tie_word_embeddings": True},
+        ),
+        Architecture(
+            "gemma3",
+            models="Gemma 3",
+            hf_types=("gemma3_text", "gemma3"),
+            neox=True,
+            sliding_window=True,
+            window_period=6,
+            local_rope=True,
+            local_theta=10_000.0,
+            qk_norm=QkNorm.HEAD,
+            norms_after=True,
+            norm_shift=1,
+            activation=Activation.GELU,
+            embedding_root=True,
+            unscaled_layers=62,
+            hf_defaults=GEMMA_3,
+        ),
     )
 }
 REMEDY_ARCHITECTURE = "These work: " + ", ".join(f"{a.name} ({a.models})" for a in ARCHITECTURES.values()) + "."

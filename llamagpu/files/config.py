@@ -6,16 +6,40 @@ Nothing else reads the architecture's metadata keys.
 import math
 from collections.abc import Container
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llamagpu.errors import BadFile, Unsupported
-from llamagpu.files.architectures import ARCHITECTURES, BIASES, REMEDY_ARCHITECTURE
+from llamagpu.files.architectures import (
+    ARCHITECTURES,
+    BIASES,
+    REMEDY_ARCHITECTURE,
+    Activation,
+    Architecture,
+    QkNorm,
+)
 from llamagpu.files.gguf_file import BLOCKS, REMEDY_REFETCH, RawTensor, shown, unsupported_type
 
 TABLE_ROWS = 4096  # positions that rope_table computes at once: keeps its float64 scratch at 8 MB for head_dim 128
+
+
+class Rope(StrEnum):
+    """How the queries and keys of a layer are rotated."""
+
+    NONE = "none"
+    GLOBAL = "global"
+    LOCAL = "local"  # by a base of its own
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What differs between the layers of a model."""
+
+    window: int = 0  # a token sees the last `window` positions, its own included; 0: all
+    rope: Rope = Rope.GLOBAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +56,7 @@ class ModelConfig:
     context: int  # trained context length
     rope_theta: float
     rope_dims: int  # leading dimensions of a head that rotate
-    rope_scaling: str  # "none" | "linear" | "yarn"; llama3 scaling is in rope_freqs.weight
+    rope_scaling: str  # "none" | "linear" | "yarn" | "longrope"; llama3 scaling is in rope_freqs.weight
     rope_factor: float  # positions are divided by it
     rope_orig_context: int  # before scaling; yarn only
     yarn_ext_factor: float
@@ -41,12 +65,67 @@ class ModelConfig:
     yarn_beta_slow: float
     neox: bool  # RoPE pairs (i, i + rope_dims/2); else (2i, 2i + 1)
     norm_eps: float
-    sliding_window: int  # 0: none
+    attn_scale: float  # of the scores of attention
     tied: bool  # no output.weight: the embedding table is the output matrix
+    kinds: tuple[LayerKind, ...]  # of each layer
+    local_rope_theta: float = 10_000.0
+    yarn_log_mul: float = 0.0  # 0: yarn multiplies cos and sin by 1 + 0.1 ln(factor)
+    qk_norm: QkNorm = QkNorm.NONE
+    norms_before: bool = True
+    norms_after: bool = False
+    activation: Activation = Activation.SILU
+    fused_tensors: bool = False  # attn_qkv is q | k | v, ffn_up is gate | up
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of the results of attention and feed forward
+    logit_scale: float = 1.0
+    attn_soft_cap: float = 0.0  # scores s become c tanh(s / c); 0: they do not
+    logit_soft_cap: float = 0.0
+    temperature: float = 0.0  # queries times 1 + temperature * ln(1 + position // rope_orig_context)
+
+    # The residual stream is stored in a unit of its own, which norms do not see: so its scales cost nothing. Norms
+    # after attention and feed forward scale their results for it; without them, the results are the unit.
 
     @property
-    def attn_scale(self) -> float:
-        return 1 / math.sqrt(self.head_dim)
+    def stream_unit(self) -> float:
+        """What a 1 of the stored residual stream stands for."""
+        return self.embedding_scale if self.norms_after else self.residual_scale
+
+    @property
+    def stored_embedding_scale(self) -> float:
+        return self.embedding_scale / self.stream_unit
+
+    @property
+    def norm_after_scale(self) -> float:
+        """What the weights of norms after attention and feed forward are multiplied by."""
+        return self.residual_scale / self.stream_unit
+
+    @property
+    def stream_eps(self) -> float:
+        """The epsilon of norms of the stored residual stream."""
+        return self.norm_eps / self.stream_unit**2
+
+    @property
+    def rotates_apart(self) -> bool:
+        """Whether queries and keys need more than a rotation: a norm of whole heads, or a temperature."""
+        return self.qk_norm is not QkNorm.NONE or self.temperature > 0
+
+    @property
+    def window(self) -> int:
+        """The longest window of a layer; 0: a layer sees all positions."""
+        windows = {kind.window for kind in self.kinds}
+        return 0 if 0 in windows else max(windows)
+
+    @property
+    def ropes(self) -> list[Rope]:
+        """The rotations that layers have."""
+        return sorted({kind.rope for kind in self.kinds} - {Rope.NONE})
+
+    @property
+    def qk_norm_widths(self) -> tuple[int, int]:
+        """Weights of the norms of queries and of keys."""
+        if self.qk_norm is QkNorm.NONE:
+            return 0, 0
+        return (self.head_dim, self.head_dim) if self.qk_norm is QkNorm.HEAD else (self.q_width, self.kv_width)
 
     @property
     def q_width(self) -> int:
@@ -77,14 +156,13 @@ class ModelConfig:
         if rope_dims % 2:
             raise _bad(f"{arch}.rope.dimension_count is {rope_dims}, which is not even")
         context = keys.integer("context_length", 1 << 28)
-        record, window = ARCHITECTURES[arch], 0
-        if record.sliding_window:
-            window = keys.integer("attention.sliding_window", 1 << 32, default=0, least=0)
+        record, layers = ARCHITECTURES[arch], keys.integer("block_count", 4096)
         scaling, factor = _rope_scaling(keys)
+        theta = keys.real("rope.freq_base", 1.001, 1e15, default=10_000.0)
         return cls(
             arch=arch,
             name=keys.name(),
-            layers=keys.integer("block_count", 4096),
+            layers=layers,
             dim=dim,
             heads=heads,
             kv_heads=kv_heads,
@@ -92,7 +170,7 @@ class ModelConfig:
             ffn_dim=keys.integer("feed_forward_length", 1 << 24),
             vocab=_vocab(metadata, tensors, dim),
             context=context,
-            rope_theta=keys.real("rope.freq_base", 1.001, 1e15, default=10_000.0),
+            rope_theta=theta,
             rope_dims=rope_dims,
             rope_scaling=scaling,
             rope_factor=factor,
@@ -103,8 +181,17 @@ class ModelConfig:
             yarn_beta_slow=keys.real("rope.scaling.yarn_beta_slow", 1e-3, 1e6, default=1.0),
             neox=record.neox,
             norm_eps=keys.real("attention.layer_norm_rms_epsilon", 1e-12, 1.0),
-            sliding_window=window if window < context else 0,  # a longer window hides no position
+            attn_scale=_attn_scale(keys, record, layers, dim, heads, head_dim),
             tied="output.weight" not in tensors,
+            kinds=_kinds(keys, record, layers, context),
+            local_rope_theta=keys.real("rope.freq_base_swa", 1.001, 1e15, default=record.local_theta or theta),
+            yarn_log_mul=keys.real("rope.scaling.yarn_log_multiplier", 0.0, 1e3, default=0.0),
+            qk_norm=record.qk_norm,
+            norms_before=record.norms_before,
+            norms_after=record.norms_after,
+            activation=record.activation,
+            fused_tensors=record.fused_tensors,
+            **_scales(keys, record, dim),
         )
 
 
@@ -172,14 +259,67 @@ def _rope_scaling(keys: _Keys) -> tuple[str, float]:
     scaling = keys.get("rope.scaling.type", "linear")
     old = keys.real("rope.scale_linear", 0.0, 1e6, default=1.0)  # the key before rope.scaling.factor
     factor = keys.real("rope.scaling.factor", 0.0, 1e6, default=old) or 1.0
-    if not isinstance(scaling, str) or scaling not in ("none", "linear", "yarn"):
+    if not isinstance(scaling, str) or scaling not in ("none", "linear", "yarn", "longrope"):
         raise Unsupported(
             f"RoPE scaling {shown(scaling)} is not supported",
-            "None, linear, yarn and llama3 (in rope_freqs.weight) work: use another file of the model.",
+            "None, linear, yarn, longrope and llama3 (in rope_freqs.weight) work: use another file of the model.",
         )
     if scaling == "none" or (scaling == "linear" and factor == 1.0):
         return "none", 1.0
     return scaling, factor
+
+
+def _attn_scale(keys: _Keys, record: Architecture, layers: int, dim: int, heads: int, head_dim: int) -> float:
+    if record.scales and (scale := keys.real("attention.scale", 0.0, 1e6, default=0.0)):
+        return scale
+    return 1 / math.sqrt(dim / heads if layers == record.unscaled_layers else head_dim)
+
+
+def _kinds(keys: _Keys, record: Architecture, layers: int, context: int) -> tuple[LayerKind, ...]:
+    window = 0
+    if record.sliding_window:
+        window = keys.integer("attention.sliding_window", 1 << 32, default=0, least=0)
+    hidden = [True] * layers  # whether a layer has the window
+    if window and record.window_period:
+        hidden = _window_pattern(keys, record.window_period, layers)
+    found = []
+    for i in range(layers):
+        rotated = not record.unrotated_period or (i + 1) % record.unrotated_period
+        rope = Rope.LOCAL if record.local_rope and window and hidden[i] else Rope.GLOBAL
+        # a window longer than the context hides no position
+        seen = window if hidden[i] and window < context else 0
+        found.append(LayerKind(seen, rope if rotated else Rope.NONE))
+    return tuple(found)
+
+
+def _window_pattern(keys: _Keys, period: int, layers: int) -> list[bool]:
+    """Whether each layer has the window: the file has a flag for each, or the period, whose last layer has none."""
+    pattern = keys.get("attention.sliding_window_pattern", period)
+    if isinstance(pattern, np.ndarray) and pattern.dtype.kind in "biu" and len(pattern) == layers:
+        return [bool(flag) for flag in pattern]
+    if type(pattern) is not int or not 0 <= pattern <= 4096:
+        raise _bad(f"{keys.arch}.attention.sliding_window_pattern is {shown(pattern)}")
+    return [not pattern or i % pattern < pattern - 1 for i in range(layers)]
+
+
+def _scales(keys: _Keys, record: Architecture, dim: int) -> dict[str, float]:
+    """Scales, soft caps and attention temperature; 0 in a file means none."""
+
+    def positive(key: str, default: float) -> float:
+        return keys.real(key, 0.0, 1e6, default=default)
+
+    found = {"embedding_scale": math.sqrt(dim) if record.embedding_root else 1.0}
+    if record.scales:
+        found["embedding_scale"] = positive("embedding_scale", 1.0) or 1.0
+        found["residual_scale"] = positive("residual_scale", 1.0) or 1.0
+        found["logit_scale"] = 1 / (positive("logit_scale", 1.0) or 1.0)
+    if record.attn_soft_cap:
+        found["attn_soft_cap"] = positive("attn_logit_softcapping", record.attn_soft_cap)
+    if record.logit_soft_cap or record.attn_soft_cap:
+        found["logit_soft_cap"] = positive("final_logit_softcapping", record.logit_soft_cap)
+    if record.temperature:
+        found["temperature"] = positive("attention.temperature_scale", 0.0)
+    return found
 
 
 def _vocab(metadata: dict[str, Any], tensors: dict[str, RawTensor], dim: int) -> int:
@@ -194,20 +334,27 @@ def _vocab(metadata: dict[str, Any], tensors: dict[str, RawTensor], dim: int) ->
     return table.shape[0]
 
 
+QK_NORMS = ("attn_q_norm", "attn_k_norm")
+
+
+def norms_of_layer(config: ModelConfig) -> tuple[str, ...]:
+    """The norms of the residual stream in a layer: before attention and feed forward, and after them."""
+    before = ("attn_norm", "ffn_norm") if config.norms_before else ()
+    return *before, *(("post_attention_norm", "post_ffw_norm") if config.norms_after else ())
+
+
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a model must have, [n, k]."""
     c, q, kv = config, config.q_width, config.kv_width
-    block: dict[str, tuple[int, ...]] = {
-        "attn_norm": (c.dim,),
-        "attn_q": (q, c.dim),
-        "attn_k": (kv, c.dim),
-        "attn_v": (kv, c.dim),
-        "attn_output": (c.dim, q),
-        "ffn_norm": (c.dim,),
-        "ffn_gate": (c.ffn_dim, c.dim),
-        "ffn_up": (c.ffn_dim, c.dim),
-        "ffn_down": (c.dim, c.ffn_dim),
-    }
+    block: dict[str, tuple[int, ...]] = {name: (c.dim,) for name in norms_of_layer(config)}
+    if c.qk_norm is not QkNorm.NONE:
+        block |= {name: (width,) for name, width in zip(QK_NORMS, c.qk_norm_widths, strict=True)}
+    if c.fused_tensors:
+        block |= {"attn_qkv": (q + 2 * kv, c.dim), "ffn_up": (2 * c.ffn_dim, c.dim)}
+    else:
+        block |= {"attn_q": (q, c.dim), "attn_k": (kv, c.dim), "attn_v": (kv, c.dim)}
+        block |= {"ffn_gate": (c.ffn_dim, c.dim), "ffn_up": (c.ffn_dim, c.dim)}
+    block |= {"attn_output": (c.dim, q), "ffn_down": (c.dim, c.ffn_dim)}
     return {
         "token_embd.weight": (c.vocab, c.dim),
         **{f"blk.{i}.{name}.weight": shape for i in range(c.layers) for name, shape in block.items()},
@@ -216,14 +363,26 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
+# Divisors of the frequencies of RoPE: llama3 scaling, longrope within the original context and beyond it.
+FREQ_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+
+
+def freq_factors_name(config: ModelConfig, tensors: Container[str], context: int) -> str | None:
+    """The tensor with the divisors of the frequencies for a context of this length."""
+    freqs, short, long = FREQ_FACTORS
+    if freqs in tensors:
+        return freqs
+    name = long if context > config.rope_orig_context else short
+    return name if name in tensors else None
+
+
 def used_shapes(config: ModelConfig, tensors: Container[str]) -> dict[str, tuple[int, ...]]:
     """Every tensor that is used: the required ones, and the optional ones that the file has."""
     shapes = tensor_shapes(config)
-    optional = {f"blk.{i}.{name}.bias": name for i in range(config.layers) for name in BIASES}
-    shapes |= {bias: shapes[f"blk.0.{name}.weight"][:1] for bias, name in optional.items() if bias in tensors}
-    if "rope_freqs.weight" in tensors:
-        shapes["rope_freqs.weight"] = (config.rope_dims // 2,)
-    return shapes
+    optional = {f"blk.{i}.{name}.bias": f"blk.0.{name}.weight" for i in range(config.layers) for name in BIASES}
+    optional = {bias: weight for bias, weight in optional.items() if bias in tensors and weight in shapes}
+    shapes |= {bias: shapes[weight][:1] for bias, weight in optional.items()}
+    return shapes | {name: (config.rope_dims // 2,) for name in FREQ_FACTORS if name in tensors}
 
 
 def check_tensors(config: ModelConfig, tensors: dict[str, RawTensor]) -> None:
@@ -241,33 +400,52 @@ def check_tensors(config: ModelConfig, tensors: dict[str, RawTensor]) -> None:
 
 
 def rope_table(
-    config: ModelConfig, freq_factors: NDArray[np.floating[Any]] | None, context: int
+    config: ModelConfig,
+    freq_factors: NDArray[np.floating[Any]] | None,
+    context: int,
+    rope: Rope = Rope.GLOBAL,
 ) -> NDArray[np.float32]:
     """[context, rope_dims/2, 2]: cos and sin of position * frequency, in float64 until the last rounding.
 
-    `freq_factors` is rope_freqs.weight (llama3 scaling): it divides the frequencies.
+    `freq_factors` (FREQ_FACTORS) divide the frequencies.
     """
-    pairs = config.rope_dims // 2
-    frequency = config.rope_theta ** (-np.arange(pairs, dtype=np.float64) / pairs)
-    if freq_factors is not None:
-        factors = np.asarray(freq_factors, np.float64).reshape(-1)
-        if factors.shape != (pairs,) or not (np.isfinite(factors) & (factors > 0)).all():
-            raise _bad(f"rope_freqs.weight does not hold {pairs} positive numbers")
-        frequency /= factors
-    magnitude = config.yarn_attn_factor
-    if config.rope_scaling == "yarn":
-        unscaled = yarn_ramp(config) * config.yarn_ext_factor  # share of each frequency that stays unscaled
-        frequency *= (1 - unscaled) / config.rope_factor + unscaled
-        if config.yarn_ext_factor:
-            magnitude *= 1 + 0.1 * math.log(max(config.rope_factor, 1.0))
-    else:
-        frequency /= config.rope_factor
+    pairs, local = config.rope_dims // 2, rope is Rope.LOCAL
+    theta = config.local_rope_theta if local else config.rope_theta
+    frequency = theta ** (-np.arange(pairs, dtype=np.float64) / pairs)
+    magnitude = 1.0
+    if not local:
+        frequency *= frequency_scale(config, freq_factors)
+        magnitude = rope_magnitude(config)
     table = np.empty((context, pairs, 2), np.float32)
     for start in range(0, context, TABLE_ROWS):
         angle = np.arange(start, min(start + TABLE_ROWS, context))[:, None] * frequency
         table[start : start + TABLE_ROWS, :, 0] = np.cos(angle) * magnitude
         table[start : start + TABLE_ROWS, :, 1] = np.sin(angle) * magnitude
     return table
+
+
+def frequency_scale(config: ModelConfig, freq_factors: NDArray[np.floating[Any]] | None) -> NDArray[np.float64]:
+    """[rope_dims/2]: what RoPE scaling multiplies the frequencies by."""
+    pairs = config.rope_dims // 2
+    scale = np.full(pairs, 1 / config.rope_factor)
+    if config.rope_scaling == "yarn":
+        unscaled = yarn_ramp(config) * config.yarn_ext_factor  # share of each frequency that stays unscaled
+        scale = (1 - unscaled) * scale + unscaled
+    if freq_factors is not None:
+        factors = np.asarray(freq_factors, np.float64).reshape(-1)
+        if factors.shape != (pairs,) or not (np.isfinite(factors) & (factors > 0)).all():
+            raise _bad(f"rope_freqs.weight (or rope_factors_*) does not hold {pairs} positive numbers")
+        scale /= factors
+    return scale
+
+
+def rope_magnitude(config: ModelConfig) -> float:
+    """What RoPE scaling multiplies cos and sin by."""
+    magnitude = config.yarn_attn_factor
+    if config.rope_scaling == "yarn" and config.yarn_ext_factor:
+        growth = 0.1 * math.log(max(config.rope_factor, 1.0))
+        magnitude *= (1 + growth) / (1 + config.yarn_log_mul * growth)
+    return magnitude
 
 
 def yarn_ramp(config: ModelConfig) -> NDArray[np.float64]:

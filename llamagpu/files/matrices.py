@@ -11,7 +11,8 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from llamagpu.files.config import ModelConfig
+from llamagpu.files.architectures import QkNorm
+from llamagpu.files.config import QK_NORMS, ModelConfig, norms_of_layer
 from llamagpu.files.gguf_file import RawTensor
 from llamagpu.files.repack import layout_of, repack, to_f32
 from llamagpu.files.storage import Layout, PackedMatrix, concat, interleave, rope_rows, take_rows
@@ -50,14 +51,38 @@ def layer_of(name: str) -> int | None:
     return int(name.split(".")[1]) if name.startswith("blk.") else None
 
 
-def norm_names(config: ModelConfig) -> list[str]:
-    """The norm weights, which stay vectors of f32."""
-    layers = (f"blk.{i}.{norm}_norm.weight" for i in range(config.layers) for norm in ("attn", "ffn"))
-    return ["output_norm.weight", *layers]
+def norm_widths(config: ModelConfig) -> dict[str, int]:
+    """Labels and lengths of the norm weights, which stay vectors of f32. Those of queries and keys are one vector."""
+    found = {"output_norm": config.dim}
+    for i in range(config.layers):
+        found |= {f"blk.{i}.{name}": config.dim for name in norms_of_layer(config)}
+        if config.qk_norm is not QkNorm.NONE:
+            found[f"blk.{i}.qk_norm"] = sum(config.qk_norm_widths)
+    return found
+
+
+def norm_values(tensors: Tensors, config: ModelConfig, label: str) -> NDArray[np.float32]:
+    """The weights of a norm, with what they scale beside it."""
+    name = label.rpartition(".")[2]
+    if name == "qk_norm":
+        layer = label.removesuffix(name)
+        return np.concatenate([_qk_norm(to_f32(tensors[f"{layer}{each}.weight"]), config) for each in QK_NORMS])
+    values = to_f32(tensors[f"{label}.weight"])
+    if name == "output_norm":
+        return values * np.float32(config.logit_scale)
+    return values * np.float32(config.norm_after_scale) if name.startswith("post") else values
+
+
+def _qk_norm(values: NDArray[np.float32], config: ModelConfig) -> NDArray[np.float32]:
+    """In the order of the rows of q or k."""
+    if not config.neox:
+        return values
+    return values[rope_rows(len(values) // config.head_dim, config.head_dim, config.rope_dims)]
 
 
 def matrix_sources(tensors: Tensors, config: ModelConfig, pack: Pack = repack) -> list[MatrixSource]:
     """Every matrix in the order of use."""
+    tensors = split_fused(tensors, config)
     found = [_single(tensors, "token_embd", pack)]
     for i in range(config.layers):
         found.append(_qkv(tensors, config, i, pack))
@@ -71,6 +96,30 @@ def matrix_sources(tensors: Tensors, config: ModelConfig, pack: Pack = repack) -
     if not config.tied:
         found.append(_single(tensors, "output", pack))
     return found
+
+
+def split_fused(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """The tensors with attn_qkv as q, k and v, and the halves of ffn_up as gate and up."""
+    if not config.fused_tensors:
+        return tensors
+    found, c = dict(tensors), config
+    for i in range(c.layers):
+        qkv, up = found.pop(f"blk.{i}.attn_qkv.weight"), found[f"blk.{i}.ffn_up.weight"]
+        rows = {"attn_q": (qkv, c.q_width), "attn_k": (qkv, c.kv_width), "attn_v": (qkv, c.kv_width)}
+        start = 0
+        for name, (tensor, count) in rows.items():
+            found[f"blk.{i}.{name}.weight"] = _take(tensor, start, count, f"blk.{i}.{name}.weight")
+            start += count
+        for half, name in enumerate(("ffn_gate", "ffn_up")):
+            found[f"blk.{i}.{name}.weight"] = _take(up, half * c.ffn_dim, c.ffn_dim, f"blk.{i}.{name}.weight")
+    return found
+
+
+def _take(tensor: RawTensor, start: int, count: int, name: str) -> RawTensor:
+    """Rows of a tensor as a tensor."""
+    row_bytes = len(tensor.data) // tensor.shape[0]  # 0 for a tensor without data
+    data = tensor.data[start * row_bytes : (start + count) * row_bytes]
+    return RawTensor(name, tensor.ggml_type, (count, tensor.shape[1]), data)
 
 
 def _rows(tensor: RawTensor) -> Rows:

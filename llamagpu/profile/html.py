@@ -80,6 +80,8 @@ def si(value: float, unit: str) -> str:
 def category(op: str) -> str:
     if op in ("qkv", "attention", "attn_output", "ffn_down"):
         return op
+    if op == "rotate":
+        return "qkv"
     if op.endswith("norm"):
         return "norm"
     return "feed forward" if op in ("gate_up", "ffn_gate", "ffn_up", "silu_mul") else "other"

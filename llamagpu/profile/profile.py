@@ -31,6 +31,8 @@ ROW_WISE_BYTES = {
     "silu_mul": 12,
     "silu_mul_texture": 12,
     "store_kv": 5,
+    "gelu_mul": 12,
+    "add_rms_norm": 12,
 }
 
 
@@ -245,6 +247,8 @@ def attention_work(kernel: str, shape: Attention, rows: int, position: int, kv_t
     width, window = shape.heads * shape.head_dim, shape.window
     if kernel == "attend_merge":
         return 0.0, 4.0 * rows * width * (shape.splits + 1)
+    if kernel in ("rotate", "rotate_texture"):
+        return 0.0, 8.0 * rows * (width + 2 * shape.kv_heads * shape.head_dim)
     if kernel == "attend_texture_values":
         return 0.0, 0.0  # attend_texture_scores counts for both
     end = position + rows

@@ -13,10 +13,12 @@ from llamagpu.engine.ops import Consts, HeadBuffers, Ops, argmax_candidates
 from llamagpu.engine.routes import GridSize, Linear, Route
 from llamagpu.engine.sampler import Sampling
 from llamagpu.engine.step_inputs import Segment, StepInputs
+from llamagpu.files.architectures import Activation
 from llamagpu.files.storage import Storage
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Recorder
 from llamagpu.gpu.shaders import constants
+from llamagpu.verify.architecture_kernels import architecture_cases
 from llamagpu.verify.kernels import Q4_WEIGHT, norm_data
 from llamagpu.verify.reference import (
     COPIED,
@@ -51,6 +53,7 @@ def other_cases(gpu: Gpu) -> Iterator[Case]:
                 yield Case(route.kernel, weight.name, partial(embed, gpu, route, weight), COPIED)
     yield Case("quantise_int8", "width 576, m 5", partial(quantise, gpu), REQUANTISED)
     yield Case("silu_mul", "width 129, m 5", partial(silu_mul, gpu))
+    yield from architecture_cases(gpu)
     yield Case("mask_logits", "vocab 3000", partial(mask_logits, gpu), COPIED)
     yield Case("top_logprobs", "4 of 3000", partial(top_logprobs, gpu))
     yield Case("argmax", "vocab 3000", partial(argmax, gpu), COPIED)
@@ -84,7 +87,7 @@ def quantise(gpu: Gpu) -> Answer:
 def silu_mul(gpu: Gpu) -> Answer:
     gate, up = random("silu").standard_normal((2, 5, 129)).astype(np.float32) * 3
     y = gpu.upload(gate, "y")
-    run(gpu, [Ops(gpu, step_buffer(gpu, 5)).silu_mul(y, gpu.upload(up, "up"), 129, 5)], 5)
+    run(gpu, [Ops(gpu, step_buffer(gpu, 5)).gate_mul(y, gpu.upload(up, "up"), 129, Activation.SILU, 5)], 5)
     return gpu.read(y, np.float32, gate.size).reshape(gate.shape), silu(gate) * up
 
 

@@ -12,10 +12,13 @@ from llamagpu.engine.options import Backend
 from llamagpu.engine.routes import Attention, Epilogue, Linear, Route
 from llamagpu.engine.step_inputs import Segment, StepInputs
 from llamagpu.engine.weights import Matrix, WeightTarget, upload_matrix
+from llamagpu.files.architectures import QkNorm
+from llamagpu.files.config import LayerKind
 from llamagpu.files.storage import PackedMatrix, Storage
 from llamagpu.files.texture_layout import texture_layout
-from llamagpu.gpu.buffers import Texture
+from llamagpu.gpu.buffers import Bindable, Texture
 from llamagpu.gpu.device import Gpu
+from llamagpu.verify.architecture_kernels import CELLS, POSITION, rotated, rotation_config, rotation_data
 from llamagpu.verify.kernels import tuning
 from llamagpu.verify.reference import (
     COPIED,
@@ -53,6 +56,8 @@ def texture_cases(gpu: Gpu) -> Iterator[Case]:
         yield Case(kernel, f"4 heads of 64, 2 kv, m {m} at {position}", partial(attend, gpu, m, position))
     yield Case("embed_texture", WEIGHTS[0].name, partial(embed, gpu), COPIED)
     yield Case("silu_mul_texture", "width 128, m 5", partial(texture_silu_mul, gpu))
+    yield Case("scale_texture", "width 128, m 5", partial(texture_scale, gpu))
+    yield Case("rotate_texture", "3 heads of 16, 2 kv, m 3", partial(texture_rotate, gpu))
 
 
 def upload_rows(gpu: Gpu, rows: Array) -> Texture:
@@ -131,3 +136,23 @@ def texture_silu_mul(gpu: Gpu) -> Answer:
     y, make = gpu.texture(32, 5, "y"), Ops(gpu, step_buffer(gpu, 5))
     run(gpu, [make.texture_silu_mul(upload_rows(gpu, gate), upload_rows(gpu, up), y, 128, 5)], 5)
     return read_rows(gpu, y), silu(gate) * up
+
+
+def texture_scale(gpu: Gpu) -> Answer:
+    x = random("scale").standard_normal((5, 128)).astype(np.float32)
+    y, make = gpu.texture(32, 5, "y"), Ops(gpu, step_buffer(gpu, 5))
+    run(gpu, [make.texture_scale(upload_rows(gpu, x), y, 128, 0.22, 5)], 5)
+    return read_rows(gpu, y), x * np.float64(0.22)
+
+
+def texture_rotate(gpu: Gpu) -> Answer:
+    config = rotation_config(QkNorm.HEAD)
+    x, weights, rope = rotation_data(config)
+    m, make = len(x), ops_at(gpu, len(x), POSITION, CELLS)
+    y, cache = gpu.texture(12, m, "q"), upload_rows(gpu, np.zeros((CELLS, 64)))
+    bindings: dict[str, Bindable] = {"y": y, "cache": cache, "rope": gpu.upload(rope, "rope")}
+    bindings |= {"x": upload_rows(gpu, x.reshape(m, -1)), "w": upload_rows(gpu, weights[None])}
+    run(gpu, [make.rotate_texture(config, LayerKind(), bindings, m)], m, POSITION)
+    found = read_rows(gpu, cache)[POSITION : POSITION + m].reshape(m, 4, 16)
+    queries = read_rows(gpu, y).reshape(m, 3, 16)
+    return np.concatenate([queries, found], axis=1), rotated(config, x, weights, rope)

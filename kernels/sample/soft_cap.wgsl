@@ -1,0 +1,15 @@
+// y[m, WIDTH] = CAP tanh(y / CAP): logits of architectures that bound them.
+// One invocation per value, grid folded over x and y. Needs nothing. Parts: none.
+const WIDTH: u32 = 1u;  // values per token
+const CAP: f32 = 1.0;
+struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
+struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
+const WORKGROUP: u32 = 64u;
+@group(0) @binding(0) var<storage, read_write> y: array<f32>;
+@group(0) @binding(8) var<uniform> step: Step;
+fn bounded_tanh(v: f32) -> f32 { return 1.0 - 2.0 / (1.0 + exp(2.0 * v)); }  // tanh of large numbers is NaN on some drivers
+@compute @workgroup_size(WORKGROUP)
+fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>) {
+  let i = id.x + id.y * workgroups.x * WORKGROUP;
+  if (i < step.rows * WIDTH) { y[i] = CAP * bounded_tanh(y[i] / CAP); }
+}

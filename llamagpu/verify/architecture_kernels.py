@@ -1,0 +1,114 @@
+"""The kernels that some architectures have beside Llama's, each once against float64."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamagpu.engine import synthetic
+from llamagpu.engine.ops import Ops, QkvBuffers
+from llamagpu.engine.options import KvType
+from llamagpu.files.architectures import Activation, QkNorm
+from llamagpu.files.config import LayerKind, ModelConfig
+from llamagpu.gpu.device import Gpu
+from llamagpu.verify.reference import Answer, Array, Case, Floats, ops_at, random, rms_norm, run, step_buffer
+
+ROWS, WIDTH = 3, 129
+POSITION, CELLS = 40, 64  # of rotate
+
+
+def architecture_cases(gpu: Gpu) -> Iterator[Case]:
+    shape = f"width {WIDTH}, m {ROWS}"
+    yield Case("gelu_mul", shape, partial(gelu_mul, gpu))
+    yield Case("add_rms_norm", shape, partial(add_norm, gpu))
+    yield Case("sum_rms_norm", f"width {WIDTH}", partial(sum_norm, gpu))
+    yield Case("scale", shape, partial(scale, gpu))
+    yield Case("soft_cap", shape, partial(soft_cap, gpu))
+    for qk_norm in (QkNorm.HEAD, QkNorm.ROW):
+        yield Case("rotate", f"3 heads of 16, 2 kv, norm by {qk_norm}, m {ROWS}", partial(rotate, gpu, qk_norm))
+
+
+def rows(name: str) -> NDArray[np.float32]:
+    return random(name).standard_normal((ROWS, WIDTH)).astype(np.float32) * np.float32(3)
+
+
+def gelu_mul(gpu: Gpu) -> Answer:
+    gate, up = rows("gate"), rows("up")
+    y, make = gpu.upload(gate, "y"), Ops(gpu, step_buffer(gpu, ROWS))
+    run(gpu, [make.gate_mul(y, gpu.upload(up, "up"), WIDTH, Activation.GELU, ROWS)], ROWS)
+    wide = gate.astype(np.float64)
+    want = 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3))) * up
+    return gpu.read(y, np.float32, gate.size).reshape(gate.shape), want
+
+
+def add_norm(gpu: Gpu) -> Answer:
+    x, before, weight = rows("x"), rows("y"), rows("w")[0]
+    y, make = gpu.upload(before, "y"), Ops(gpu, step_buffer(gpu, ROWS))
+    run(gpu, [make.add_norm(gpu.upload(x, "x"), gpu.upload(weight, "w"), y, WIDTH, 1e-5, ROWS)], ROWS)
+    return gpu.read(y, np.float32, x.size).reshape(x.shape), before + rms_norm(x, weight, 1e-5)
+
+
+def sum_norm(gpu: Gpu) -> Answer:
+    x, residual, weight = rows("x")
+    on_device = gpu.upload(x, "x"), gpu.upload(weight, "w"), gpu.upload(residual, "residual")
+    y, make = gpu.zeros(4 * WIDTH, "y"), Ops(gpu, step_buffer(gpu, 1))
+    run(gpu, [make.sum_norm(*on_device, y, WIDTH, {"EPS": 1e-5})])
+    return gpu.read(y, np.float32, WIDTH), residual + rms_norm(x, weight, 1e-5)
+
+
+def scale(gpu: Gpu) -> Answer:
+    x = rows("x")
+    y, make = gpu.upload(x, "y"), Ops(gpu, step_buffer(gpu, ROWS))
+    run(gpu, [make.scale(y, WIDTH, 0.22, ROWS)], ROWS)
+    return gpu.read(y, np.float32, x.size).reshape(x.shape), x * np.float64(0.22)
+
+
+def soft_cap(gpu: Gpu) -> Answer:
+    x, step = rows("x"), step_buffer(gpu, ROWS)
+    y, make = gpu.upload(x, "y"), Ops(gpu, step, logit_soft_cap=2.0)
+    run(gpu, [make.soft_cap(y, WIDTH, step, ROWS)], ROWS)
+    return gpu.read(y, np.float32, x.size).reshape(x.shape), 2 * np.tanh(x.astype(np.float64) / 2)
+
+
+def rotation_config(qk_norm: QkNorm) -> ModelConfig:
+    config = replace(synthetic.synthetic_config("tiny"), heads=3, kv_heads=2, head_dim=16, rope_dims=8)
+    return replace(config, qk_norm=qk_norm, temperature=0.1, rope_orig_context=16)
+
+
+def rotation_data(config: ModelConfig) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    """Rows q | k | v, the weights of the norms, the table of rotations."""
+    rng = random("rotate")
+    x = rng.standard_normal((ROWS, 7, 16)).astype(np.float32) * np.float32(3)
+    weights = rng.uniform(0.5, 1.5, sum(config.qk_norm_widths)).astype(np.float32)
+    angle = rng.uniform(0, 6, (CELLS, 4))
+    return x, weights, np.stack([np.cos(angle), np.sin(angle)], axis=2).astype(np.float32)
+
+
+def rotated(config: ModelConfig, x: Array, weights: Array, rope: Array) -> Floats:
+    """[m, q | k | v heads, head_dim] in float64."""
+    want, axes = x.astype(np.float64), (1, 2) if config.qk_norm is QkNorm.ROW else (2,)
+    positions = POSITION + np.arange(ROWS)
+    for heads, own in zip((slice(0, 3), slice(3, 5)), np.split(weights, [config.qk_norm_widths[0]]), strict=True):
+        rms = np.sqrt(np.square(want[:, heads]).mean(axis=axes, keepdims=True) + config.norm_eps)
+        want[:, heads] *= own.reshape(-1, 16) / rms
+    cos, sin = np.moveaxis(rope[positions, None].astype(np.float64), 3, 0)
+    a, b = want[:, :5, 0:8:2].copy(), want[:, :5, 1:8:2].copy()
+    want[:, :5, 0:8:2], want[:, :5, 1:8:2] = a * cos - b * sin, a * sin + b * cos
+    growth = np.log(1 + positions // config.rope_orig_context)
+    want[:, :3] *= (1 + config.temperature * growth)[:, None, None]
+    return want
+
+
+def rotate(gpu: Gpu, qk_norm: QkNorm) -> Answer:
+    config = rotation_config(qk_norm)
+    x, weights, rope = rotation_data(config)
+    q, k, v = (gpu.zeros(4 * size, "out") for size in (ROWS * 48, 2 * CELLS * 16, 2 * CELLS * 16))
+    make, buffers = ops_at(gpu, ROWS, POSITION, CELLS), QkvBuffers(q, k, v, gpu.upload(rope, "rope"))
+    bound = gpu.upload(x, "x"), gpu.upload(weights, "norm")
+    run(gpu, [make.rotate(config, LayerKind(), *bound, buffers, KvType.F32, ROWS)], ROWS, POSITION)
+    cells = [gpu.read(cache, np.float32, 2 * CELLS * 16).reshape(2, CELLS, 16) for cache in (k, v)]
+    found = [cache[:, POSITION : POSITION + ROWS].swapaxes(0, 1) for cache in cells]
+    queries = gpu.read(q, np.float32, ROWS * 48).reshape(ROWS, 3, 16)
+    return np.concatenate([queries, *found], axis=1), rotated(config, x, weights, rope)

@@ -1,0 +1,364 @@
+"""Every architecture against llama.cpp: tiny random files, over more positions than their windows."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import open_gpu
+from gguf_builder import Tensors, spm_vocab, write_gguf
+from hf_builder import hf_folder
+from llama_cpp_peer import LlamaCpp
+from one_sequence import OneSequence, load_one, token_ids
+
+from llamagpu.convert.convert import convert, open_source, plan
+from llamagpu.engine.options import Backend, Precision
+from llamagpu.files.architectures import ARCHITECTURES, Architecture
+from llamagpu.files.config import FREQ_FACTORS, ModelConfig, used_shapes
+from llamagpu.files.gguf_file import GgufFile, RawTensor
+from llamagpu.files.repack import to_f32
+from llamagpu.files.storage import rope_rows
+
+VOCAB, EOS = 288, 2
+PROMPT, END = 27, 31  # tokens of the prompt, and of the text after steps of one token
+STEP = 2.0**-8  # of weights
+# Of log probabilities, against llama.cpp with the same file. With F32, whose numbers f16 holds, only the order of sums
+# differs. With Q8_0 it rounds activations as `fast` does, but others near a tie: Llama itself has 1e-5 to 2e-5 here.
+LARGEST_NMSE = {Precision.HIGH: 1e-6, Precision.FAST: 5e-4}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A random model of an architecture."""
+
+    arch: str
+    keys: dict[str, Any] = field(default_factory=dict)  # metadata, without the prefix
+    tied: bool = True
+    layers: int = 2
+    dim: int = 128  # most models share their widths, so that kernels are compiled once
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 64
+    ffn: int = 128
+    factors: dict[str, list[float]] = field(default_factory=dict)  # tensors that divide frequencies of RoPE
+    hf: dict[str, Any] = field(default_factory=dict)  # config.json of the same model, without the sizes
+
+    def metadata(self) -> dict[str, Any]:
+        own = {
+            "block_count": self.layers,
+            "context_length": 256,
+            "embedding_length": self.dim,
+            "feed_forward_length": self.ffn,
+            "attention.head_count": self.heads,
+            "attention.head_count_kv": self.kv_heads,
+            "attention.key_length": self.head_dim,
+            "attention.value_length": self.head_dim,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "rope.dimension_count": self.head_dim,
+            **self.keys,
+        }
+        keys = {f"{self.arch}.{key}": value for key, value in own.items() if value is not None}
+        return {"general.architecture": self.arch, "general.name": "tiny", **keys, **vocabulary()}
+
+    def write(self, path: Path, matrix_type: str = "F32") -> Path:
+        """With the same numbers in each type, F32 or Q8_0."""
+        metadata, rng = self.metadata(), np.random.default_rng(1)
+        outside = {"token_embd.weight": (VOCAB, self.dim)} | {name: () for name in self.factors}
+        outside |= {} if self.tied else {"output.weight": (VOCAB, self.dim)}
+        named = {name: RawTensor(name, "F32", shape, np.zeros(0, np.uint8)) for name, shape in outside.items()}
+        shapes = used_shapes(ModelConfig.from_gguf(metadata, named), named)
+        tensors: Tensors = {}
+        for name, shape in shapes.items():
+            values = np.array(self.factors[name]) if name in self.factors else random_values(shape, rng)
+            if matrix_type == "Q8_0" and len(shape) == 2:
+                tensors[name] = ("Q8_0", shape, q8_blocks(values).tobytes())
+            else:
+                tensors[name] = ("F32", shape, values.astype("<f4").tobytes())
+        return write_gguf(path, metadata, tensors)
+
+    def hf_config(self) -> dict[str, Any]:
+        sizes = {
+            "num_hidden_layers": self.layers,
+            "max_position_embeddings": 256,
+            "hidden_size": self.dim,
+            "intermediate_size": self.ffn,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "vocab_size": VOCAB,
+            "tie_word_embeddings": self.tied,
+        }
+        return sizes | self.hf
+
+
+def vocabulary() -> dict[str, Any]:
+    """Words in place of bytes beyond ASCII: llama.cpp gives no probabilities after an incomplete character."""
+    found = spm_vocab(VOCAB)
+    for i in range(3 + 128, 3 + 256):
+        found["tokenizer.ggml.tokens"][i], found["tokenizer.ggml.token_type"][i] = f"\u2581v{i}", 1
+    return found
+
+
+def random_values(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Of a matrix: bytes times STEP, numbers that f16 and Q8_0 hold."""
+    if len(shape) == 1:
+        return rng.uniform(0.5, 1.5, shape).astype(np.float16)
+    values = rng.standard_normal(shape) / np.sqrt(shape[1])
+    if shape[0] == VOCAB:
+        values[EOS] = 0.0  # it is never the likeliest: llama.cpp gives no probabilities where a text ends
+    return np.clip(np.rint(values / STEP), -127, 127) * STEP
+
+
+def q8_blocks(values: np.ndarray) -> np.ndarray:
+    blocks = np.zeros(values.size // 32, dtype=[("scale", "<f2"), ("bytes", "i1", 32)])
+    blocks["scale"], blocks["bytes"] = STEP, (values / STEP).reshape(-1, 32)
+    return blocks
+
+
+RAGGED = dict(dim=72, heads=3, kv_heads=3, head_dim=18, ffn=100, tied=False)  # no GQA, no width in whole blocks
+YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 16.0,
+    "rope.scaling.original_context_length": 16,
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+    "rope.scaling.yarn_log_multiplier": 1.0,
+}
+SHORT, LONG = [1.0 + i / 24 for i in range(24)], [1.0 + i / 2 for i in range(24)]
+OLMO_3 = YARN | {"rope.scaling.yarn_log_multiplier": None, "attention.sliding_window": 7}
+MINISTRAL = {
+    "model_type": "mistral3",
+    "text_config": {
+        "model_type": "ministral3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+}
+MODELS: dict[str, Tiny] = {
+    "qwen3": Tiny("qwen3", hf={"model_type": "qwen3", "use_sliding_window": False, "sliding_window": None}),
+    "qwen3, ragged": Tiny("qwen3", **RAGGED),
+    "smollm3": Tiny(
+        "smollm3",
+        layers=4,
+        hf={"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0], "no_rope_layer_interval": 4},
+    ),
+    "granite": Tiny(
+        "granite",
+        {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.015625, "logit_scale": 8.0},
+        hf={
+            "model_type": "granite",
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.015625,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "mistral3": Tiny("mistral3", YARN | {"attention.temperature_scale": 0.1}, tied=False, hf=MINISTRAL),
+    "phi3": Tiny(
+        "phi3",
+        {
+            "rope.dimension_count": 48,
+            "rope.scaling.original_context_length": 32,
+            "rope.scaling.attn_factor": 1.6**0.5,  # of 1 + ln(256 / 32) / ln(32)
+        },
+        factors={"rope_factors_short.weight": SHORT, "rope_factors_long.weight": LONG},
+        hf={
+            "model_type": "phi3",
+            "original_max_position_embeddings": 32,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": LONG},
+        },
+    ),
+    "olmo2": Tiny("olmo2", tied=False, hf={"model_type": "olmo2"}),
+    "olmo3": Tiny("olmo2", OLMO_3, layers=4, tied=False),
+    "gemma2": Tiny(
+        "gemma2",
+        {"attention.sliding_window": 7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        hf={
+            "model_type": "gemma2",
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": 7,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": Tiny(
+        "gemma3",
+        {
+            "attention.sliding_window": 7,
+            "rope.freq_base": 1e6,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+        layers=7,
+        hf={
+            "model_type": "gemma3",
+            "text_config": {
+                "model_type": "gemma3_text",
+                "sliding_window": 7,
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 10000.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+        },
+    ),
+    "gemma2, ragged": Tiny("gemma2", {"attention.sliding_window": 7}, **RAGGED | {"tied": True}),
+}
+
+
+def test_every_architecture_is_here() -> None:
+    assert {tiny.arch for tiny in MODELS.values()} == ARCHITECTURES.keys() - {"llama", "qwen2"}  # see test_model
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A file, and llama.cpp's log probabilities after the prompt and after each further token."""
+
+    @cache
+    def find(name: str, matrix_type: str = "F32") -> tuple[Path, np.ndarray]:
+        path = MODELS[name].write(tmp_path_factory.mktemp("tiny") / "m.gguf", matrix_type)
+        peer, ids = LlamaCpp(path), token_ids(END)
+        return path, np.array([peer.log_probs(ids[:n], VOCAB) for n in range(PROMPT, END + 1)])
+
+    return find
+
+
+def log_probs(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max()
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
+
+
+def mostly_slow(names: Iterable[str], often: tuple[str, ...]) -> list[Any]:
+    """Kernels take long to compile on a CPU: only those that show something new run every time."""
+    return [name if name in often else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", mostly_slow(MODELS, tuple(MODELS.keys() - {"olmo3", "gemma2, ragged"})))
+def test_logits(gpu: Any, expected: Any, name: str) -> None:
+    """A prompt in two chunks, then single tokens."""
+    path, want = expected(name)
+    check(load_one(gpu, path), want, LARGEST_NMSE[Precision.HIGH])
+
+
+@pytest.mark.parametrize("name", mostly_slow(("qwen3", "granite", "mistral3"), ("qwen3",)))
+def test_textures(gpu: Any, expected: Any, name: str) -> None:
+    """On a software adapter; the others have parts that textures do not."""
+    if not gpu.caps.cpu:
+        pytest.skip("textures are for CPU adapters")
+    path, want = expected(name)
+    run = load_one(gpu, path, backend=Backend.TEXTURES)
+    check(run, want, LARGEST_NMSE[Precision.HIGH])
+
+
+@pytest.mark.slow
+def test_scores_of_all_rows(gpu: Any, expected: Any) -> None:
+    """The plan that perplexity takes, with a soft cap of the logits."""
+    path, want = expected("gemma2")
+    ids = token_ids(END)
+    got = load_one(gpu, path).log_probs(ids)[PROMPT - 1 :]
+    assert np.abs(got - want[np.arange(END - PROMPT), ids[PROMPT:]]).max() < 1e-3
+
+
+WHOLE = [name for name in MODELS if "ragged" not in name]  # widths in whole blocks
+
+
+@pytest.mark.parametrize("name", mostly_slow(WHOLE, ("qwen3", "gemma3")))
+def test_logits_in_int8(gpu: Any, expected: Any, name: str) -> None:
+    path, want = expected(name, "Q8_0")
+    run = load_one(gpu, path, precision=Precision.FAST)
+    assert run.model.int8_decode and run.model.int8_prefill
+    check(run, want, LARGEST_NMSE[Precision.FAST])
+
+
+def check(run: OneSequence, want: np.ndarray, largest_nmse: float) -> None:
+    ids = token_ids(END)
+    got = [log_probs(run.logits_after(ids[:PROMPT]))]
+    got += [log_probs(run.logits_after([id])) for id in ids[PROMPT:END]]
+    nmse = np.square(np.array(got) - want).sum(axis=1) / np.square(want).sum(axis=1)
+    print(f"{run.engine.config.arch} {nmse.max():.1e} (at most {largest_nmse})")
+    assert nmse.max() < largest_nmse
+
+
+# Names of the tensors of a layer in Hugging Face checkpoints
+HF_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_down": "mlp.down_proj",
+}
+HF_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def hf_name(name: str, record: Architecture) -> str:
+    if not name.startswith("blk."):
+        return HF_OUTSIDE[name]
+    _, layer, part = name.split(".")
+    second = "pre_feedforward_layernorm" if record.norms_after else "post_attention_layernorm"
+    own = {"ffn_norm": second, "ffn_up": "mlp.gate_up_proj" if record.fused_tensors else "mlp.up_proj"}
+    return f"model.layers.{layer}.{(HF_NAMES | own)[part]}"
+
+
+def hf_weights(file: GgufFile, config: ModelConfig) -> dict[str, np.ndarray]:
+    """The tensors as a Hugging Face checkpoint has them."""
+    record, found = ARCHITECTURES[config.arch], {}
+    heads = {"attn_q": config.heads, "attn_k": config.kv_heads}
+    for name, tensor in file.tensors.items():
+        base, part = name.removesuffix(".weight"), name.split(".")[-2]
+        values = tensor.data.view(np.float32).reshape(tensor.shape).copy()
+        if part in heads and not record.neox:
+            values[rope_rows(heads[part], config.head_dim, config.rope_dims)] = values.copy()
+        if part.endswith("norm"):
+            values -= record.norm_shift
+        if name not in FREQ_FACTORS:
+            found[f"{hf_name(base, record)}.weight"] = values
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, tiny in MODELS.items() if tiny.hf])
+def test_convert(tmp_path: Path, name: str) -> None:
+    """From a folder with the keys of the real config.json comes the same model."""
+    original = GgufFile(MODELS[name].write(tmp_path / "m.gguf"))
+    config = ModelConfig.from_gguf(original.metadata, original.tensors)
+    folder = hf_folder(tmp_path / "tiny", MODELS[name].hf_config(), hf_weights(original, config))
+    source, out = open_source(str(folder)), tmp_path / "out.gguf"
+    convert(source, out, plan(source, "f16", "f16"))
+    file = GgufFile(out)
+    assert ModelConfig.from_gguf(file.metadata, file.tensors) == config
+    assert file.tensors.keys() == original.tensors.keys()
+    for name, tensor in file.tensors.items():
+        assert np.allclose(to_f32(tensor), to_f32(original.tensors[name]), rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize("name", mostly_slow(("qwen3", "smollm3", "mistral3", "olmo2", "gemma3"), ("qwen3",)))
+def test_fused_decode(expected: Any, name: str) -> None:
+    """Architectures with stages or variants of their own in the kernel of all layers."""
+    fused_gpu, (path, want) = open_gpu(LLAMAGPU_FUSED="1"), expected(name)
+    if fused_gpu.caps.subgroup < 4:
+        pytest.skip("fused decode needs subgroups of 4 or more")
+    fused_gpu.caps = replace(fused_gpu.caps, compares_fused=False)
+    run = load_one(fused_gpu, path)
+    assert run.model.fused
+    check(run, want, LARGEST_NMSE[Precision.HIGH])
