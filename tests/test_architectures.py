@@ -15,7 +15,7 @@ from llama_cpp_peer import LlamaCpp
 from one_sequence import OneSequence, load_one, token_ids
 
 from llamagpu.convert.convert import convert, open_source, plan
-from llamagpu.engine.options import Backend, Precision
+from llamagpu.engine.options import Backend, KvType, Precision
 from llamagpu.files.architectures import ARCHITECTURES, Architecture
 from llamagpu.files.config import FREQ_FACTORS, ModelConfig, used_shapes
 from llamagpu.files.gguf_file import GgufFile, RawTensor
@@ -263,6 +263,12 @@ def test_textures(gpu: Any, expected: Any, name: str) -> None:
     path, want = expected(name)
     run = load_one(gpu, path, backend=Backend.TEXTURES)
     check(run, want, LARGEST_NMSE[Precision.HIGH])
+
+
+def test_q8_0_cache(gpu: Any, expected: Any) -> None:
+    """`rotate` leaves keys and values as f32, and they are rounded to int8 on their way into the cache."""
+    path, want = expected("qwen3")
+    check(load_one(gpu, path, kv_type=KvType.Q8_0), want, LARGEST_NMSE[Precision.FAST])
 
 
 @pytest.mark.slow

@@ -501,7 +501,7 @@ def test_files_that_are_refused(run, model, tmp_path):
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(model.read_bytes()[:5000])
     other = write_gguf(tmp_path / "other.gguf", keys | {"general.architecture": "mamba"}, tensors)
-    wrong = dict(tensors) | {"blk.0.ffn_up.weight": ("IQ2_XXS", (128, 256), bytes(66 * 128))}
+    wrong = dict(tensors) | {"blk.0.ffn_up.weight": ("Q8_K", (128, 256), bytes(292 * 128))}
     shape = write_gguf(tmp_path / "shape.gguf", keys | {"llama.embedding_length": 64}, wrong)
     text = tmp_path / "text.gguf"
     text.write_text("hello")
@@ -525,9 +525,9 @@ def test_files_that_are_refused(run, model, tmp_path):
 
 def test_unsupported_tensor_type(run, tmp_path):
     keys, tensors = tiny_parts(layers=1, dim=256, ffn=256)
-    tensors["blk.0.ffn_up.weight"] = ("IQ2_XXS", (256, 256), bytes(66 * 256))
+    tensors["blk.0.ffn_up.weight"] = ("Q8_K", (256, 256), bytes(292 * 256))
     result = run("generate", "-m", write_gguf(tmp_path / "m.gguf", keys, tensors), "-p", "x")
-    assert result.code == 4 and "'blk.0.ffn_up.weight' is IQ2_XXS" in result.err and "Q4_K" in result.err
+    assert result.code == 4 and "'blk.0.ffn_up.weight' is Q8_K" in result.err and "Q4_K" in result.err
 
 
 def test_prompt_file_that_is_not_there(run, model, tmp_path):

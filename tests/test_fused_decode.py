@@ -328,7 +328,7 @@ def test_slabs_hold_the_same_bytes(fused_gpu, tmp_path, shape):
 @pytest.mark.parametrize("name", ["blk.7", "blk.1", "blk.x.weight", "blk.3.nextn.weight", "blk.1.nextn.weight"])
 def test_tensors_that_no_layer_has_are_not_looked_at(fused_gpu, tmp_path, name):
     keys, tensors = tiny_parts(**SHAPE)
-    path = write_gguf(tmp_path / "m.gguf", keys, tensors | {name: ("IQ2_XXS", (256, 256), bytes(256 * 66))})
+    path = write_gguf(tmp_path / "m.gguf", keys, tensors | {name: ("Q8_K", (256, 256), bytes(256 * 292))})
     source = engine_load.open_source(path)
     before = fused_gpu.allocated_bytes
     engine_load.load_source(source, SETTINGS, fused_gpu)

@@ -452,7 +452,7 @@ def test_attend_any_with_folded_grid(gpu, monkeypatch):
 
 @covers("rotate")
 @pytest.mark.parametrize("qk_norm", list(QkNorm))
-@pytest.mark.parametrize("kv_type", KvType, ids=lambda kv_type: f"kv_{kv_type}")
+@pytest.mark.parametrize("kv_type", [KvType.F16, KvType.F32], ids=lambda kv_type: f"kv_{kv_type}")
 def test_rotate(any_gpu, kv_type, qk_norm):
     """q and k are normalised and rotated, q is scaled by position. k and v go to the cell of their row."""
     gpu, capacity, m, temperature, run_length = any_gpu, 80, 3, 0.1, 16

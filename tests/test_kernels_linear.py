@@ -31,6 +31,7 @@ from llamagpu.engine.ops import Ops, Output
 from llamagpu.engine.options import KvType
 from llamagpu.engine.routes import Epilogue, GridSize, Inputs, Linear, Prologue
 from llamagpu.engine.synthetic import synthetic_config
+from llamagpu.files.architectures import Activation
 from llamagpu.files.config import LayerKind
 from llamagpu.files.storage import Storage
 from llamagpu.verify import reference as verify_reference
@@ -296,7 +297,7 @@ def test_epilogue_add_and_swiglu(gpu, route, epilogue):
     if epilogue is Epilogue.ADD:
         output, want = ops.add(y, matrix), before[:-1] + sums
     else:
-        output, want = ops.swiglu(y, matrix), swiglu(sums)
+        output, want = ops.gated(y, matrix, Activation.SILU), swiglu(sums)
     for m in {min(tokens), most, min(9, most)}:
         step.write_rows(m)
         gpu.write(y, before)
@@ -353,7 +354,7 @@ def test_epilogue_qkv(gpu, route, kv_type):
         # a q8_0 cache gets its keys and values from another kernel: here they stay f32, by row
         rows_f32 = gpu.zeros((most + 1) * 24 * 4, "kv_rows")
         fill(gpu, rows_f32, most + 1, 24)
-        output = ops.qkv(c, matrix, replace(buffers, kv_rows=rows_f32), KvType.Q8_0, one_segment)
+        output = ops.qkv(c, LayerKind(), matrix, replace(buffers, kv_rows=rows_f32), KvType.Q8_0, one_segment)
         run(gpu, make.linear(given.x, matrix, 1 if m == 1 else most, output, table=table), m)
         got = gpu.read(rows_f32, np.float32, (most + 1) * 24).reshape(-1, 4, 6)
         assert_close(got[:m], rows[:, 8:], *F32, f"rows of a q8_0 cache, {segments}")
@@ -426,7 +427,11 @@ def test_swiglu_to_int8_blocks(any_gpu, route, case):
     for m in {min(tokens), most, min(9, most)}:
         step.write_rows(m)
         fill(gpu, y, count, 12)
-        run(gpu, make.linear(given.x, matrix, most, ops.swiglu_int8(y, matrix), given.inputs, table=table), m)
+        run(
+            gpu,
+            make.linear(given.x, matrix, most, ops.gated_int8(y, matrix, Activation.SILU), given.inputs, table=table),
+            m,
+        )
         got = read_blocks(gpu, y, most + 1, 3)
         check_blocks(got[:m], want[:m])
         assert (got[m:].view(np.float32) == GUARD).all()
@@ -447,7 +452,7 @@ def test_tiles_stay_in_workgroup_memory(gpu, monkeypatch, route):
     shard, w = upload(gpu, HIDDEN)
     matrix, given = matrix_of(shard), linear_inputs(gpu, m, HIDDEN.k, Inputs.INT8)
     y, want = gpu.zeros(m * HIDDEN.n * 4, "y"), given.values @ w.T
-    output = ops.swiglu_int8(y, matrix) if to_blocks else ops.store(y, matrix)
+    output = ops.gated_int8(y, matrix, Activation.SILU) if to_blocks else ops.store(y, matrix)
     make = Ops(gpu, verify_reference.step_buffer(gpu, m))
     run(gpu, make.linear(given.x, matrix, m, output, Inputs.INT8, table=table), m)
     if to_blocks:
