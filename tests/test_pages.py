@@ -63,6 +63,16 @@ def test_the_least_recently_used_pages_go_first():
     assert pool.find(old).positions == 0 and pool.find(new).positions == 2 * PAGE
 
 
+def test_a_long_context_is_forgotten():
+    """Of 131,072 positions, more pages than Python allows calls."""
+    pool = PagePool(2048)
+    pages = fill(pool, list(range(2048 * PAGE)))
+    pool.release(pages)
+    pool.forget(pages[1])
+    assert len(pool.free) == 2047 and list(pool.kept) == pages[:1]
+    assert pool.find(list(range(2048 * PAGE))) == Prefix((pages[0],), PAGE)
+
+
 def test_held_pages_are_never_taken():
     pool = PagePool(2)
     held = fill(pool, ids((1, PAGE)))

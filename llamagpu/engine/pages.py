@@ -108,16 +108,18 @@ class PagePool:
 
     def forget(self, page: int) -> None:
         """A page can no longer be found, nor can what follows it. Pages that nobody holds are free then."""
-        contents = self.contents.pop(page)
+        contents = self.contents[page]
         found = self.following[contents.before]
         del found[contents.ids]
         if not found:
             del self.following[contents.before]
-        if page in self.kept:
-            del self.kept[page]
-            self.free.append(page)
-        for after in list(self.following.get(page, {}).values()):
-            self.forget(after)
+        forgotten = [page]
+        for gone in forgotten:  # no recursion: a long context is thousands of pages, one after another
+            forgotten += self.following.pop(gone, {}).values()
+            del self.contents[gone]
+            if gone in self.kept:
+                del self.kept[gone]
+                self.free.append(gone)
 
     def find(self, ids: Items[int]) -> Prefix:
         """The longest prefix of `ids` that pages hold."""
