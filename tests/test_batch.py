@@ -109,6 +109,12 @@ def test_killed_and_started_again(folder: Path, gpu: Any, tmp_path: Path) -> Non
     assert answers(target) == answers(whole) and len(answers(whole)) == 24
 
 
+def test_more_generations_than_a_queue_holds(folder: Path, gpu: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("llamagpu.engine.scheduler.MAX_WAITING", 2)
+    source, target = write_lines(tmp_path / "in.jsonl", [request(i, n=6) for i in range(4)]), tmp_path / "out.jsonl"
+    assert run(folder, gpu, source, target).failed == 0
+
+
 def test_shards(folder: Path, gpu: Any, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", [request(i) for i in range(5)])
     parts = []

@@ -34,7 +34,7 @@ from llamagpu.gpu.recorder import Pending, Plan, Step
 
 STALL_S = 0.08  # how long prompt rows may keep decoding sequences waiting
 FEWEST_PROMPT_ROWS = 32  # of a step with decoding rows, however slow the device
-MAX_WAITING = 1024  # requests in the queue
+MAX_WAITING = 1024  # requests in the queue, unless told otherwise
 
 GREEDY = Sampling(temperature=0)
 
@@ -134,6 +134,7 @@ class Scheduler:
         self.engine = engine
         self.lock = FairLock()
         self.closed: BaseException | None = None  # why it takes no more requests
+        self.max_waiting = MAX_WAITING
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the oldest first; each has a slot
         self.slots = list(range(min(engine.settings.slots, MAX_SEGMENTS) - 1, -1, -1))  # free ones
@@ -152,7 +153,7 @@ class Scheduler:
             if self.closed:
                 raise self.closed
             self._drop_cancelled()
-            if len(self.waiting) >= MAX_WAITING:
+            if len(self.waiting) >= self.max_waiting:
                 raise Overloaded(f"{len(self.waiting)} requests are waiting", "try again later")
             self.waiting.append(request)
 

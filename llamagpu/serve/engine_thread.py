@@ -197,11 +197,13 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self.llama = self.load()
+            llama = self.load()
+            llama.scheduler.max_waiting = llama.loaded.settings.slots + self.queue  # what `admitted` lets in
+            self.llama = llama
             try:
                 self._work()
             finally:
-                self.llama.close()
+                llama.close()
                 self._drain(WrongState("the server is shutting down", "try again later"))
         except BaseException as error:
             self.error = error
