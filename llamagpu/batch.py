@@ -119,6 +119,9 @@ class Batch:
             self.progress.began = time.perf_counter()
             if engine.error is None:
                 await self._answer_all(server, source, shard, ids, numbers)
+        except ExceptionGroup as failed:  # of the tasks
+            await engine.stop()
+            raise (engine.error or failed.exceptions[0]) from None
         finally:
             await engine.stop()
         if engine.error is not None:

@@ -16,7 +16,7 @@ from llamagpu import Llama
 from llamagpu.batch import Progress, Shard, finished, run_batch
 from llamagpu.cli.batch import read_shard, summary
 from llamagpu.cli.terminal import Usage
-from llamagpu.errors import BadFile
+from llamagpu.errors import BadFile, DeviceLost
 from llamagpu.serve.options import ServeOptions
 
 OPTIONS = ServeOptions(model="tiny")
@@ -113,6 +113,29 @@ def test_more_generations_than_a_queue_holds(folder: Path, gpu: Any, tmp_path: P
     monkeypatch.setattr("llamagpu.engine.scheduler.MAX_WAITING", 2)
     source, target = write_lines(tmp_path / "in.jsonl", [request(i, n=6) for i in range(4)]), tmp_path / "out.jsonl"
     assert run(folder, gpu, source, target).failed == 0
+
+
+EMBEDDING = {"custom_id": "e", "url": "/v1/embeddings", "body": {"input": "a cat"}}
+
+
+@pytest.mark.parametrize("line, function", [(request(1), "scheduler.step"), (EMBEDDING, "embed_ids")])
+def test_a_lost_device_ends_it(folder: Path, tmp_path: Path, gpu: Any, line: Any, function: str) -> None:
+    """What is not done is not in the output, and the error is the device's, with its exit code."""
+
+    def lose(*_: Any, **__: Any) -> None:
+        raise DeviceLost("the device was lost")
+
+    def load() -> Llama:
+        llama = Llama(folder / "tiny.gguf", device=gpu)
+        llama.tokenizer.chat_template = TEMPLATE
+        where, _, name = function.rpartition(".")
+        setattr(llama.scheduler if where else llama, name, lose)
+        return llama
+
+    source, target = write_lines(tmp_path / "in.jsonl", [line]), tmp_path / "out.jsonl"
+    with pytest.raises(DeviceLost):
+        run_batch(load, OPTIONS, source, target)
+    assert target.read_text() == ""
 
 
 def test_shards(folder: Path, gpu: Any, tmp_path: Path) -> None:

@@ -182,6 +182,8 @@ class EngineThread:
                 self._to_loop(finish, function(), None)
             except Exception as error:
                 self._to_loop(finish, None, error)
+                if isinstance(error, DeviceLost):
+                    raise  # the engine ends with it
 
         self._post(work)
         return await result
