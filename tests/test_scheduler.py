@@ -80,6 +80,23 @@ def test_a_prompt_of_the_whole_context(path, gpu, backend):
     check_empty(scheduler)
 
 
+def test_no_more_decode_than_a_step_has_rows(path, gpu):
+    """Also when a paused request comes back after another's prompt has taken its row."""
+    scheduler = Scheduler(load(path, gpu, parallel=4, positions=256, chunk=2).engine)
+    first, second, third, fourth = (Request([1, 5 + i], GREEDY, 100) for i in range(4))
+    for request in (first, second, third, fourth):
+        scheduler.submit(request)
+    while not (third.new and first.new) and not first.done:
+        scheduler.step()
+    scheduler.cancel(fourth)
+    for _ in range(5):
+        scheduler.step()
+        assert sum(request.state is State.DECODE for request in scheduler.running) <= 2
+    for request in (first, second, third):
+        scheduler.cancel(request)
+    check_empty(scheduler)
+
+
 def test_paused_in_the_middle_of_a_prompt(path, gpu):
     """Room for somebody's own sequence is made of the pages of a prompt that is not whole yet, or has not begun."""
     w = Wanted((1, *range(3, 203)), GREEDY, 20)

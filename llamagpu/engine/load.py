@@ -164,7 +164,8 @@ def resolve(options: EngineOptions, source: ModelSource, gpu: Gpu) -> Settings:
         capacity = max(context, min(options.kv_sequences * context, held))
     chunk = options.chunk or routes.default_chunk(caps, precision is Precision.FAST, textures)
     chunk = min(chunk, capacity, context * options.parallel)
-    return Settings(precision, kv_type, backend, chunk, context, capacity, options.parallel)
+    slots = min(options.parallel, chunk)  # a step has a row of every sequence that decodes
+    return Settings(precision, kv_type, backend, chunk, context, capacity, slots)
 
 
 def check_q8_0(options: EngineOptions, c: ModelConfig) -> None:
