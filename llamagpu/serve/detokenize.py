@@ -1,8 +1,11 @@
 """POST /detokenize: token ids as text."""
 
+import asyncio
+
 import msgspec
 from starlette.responses import Response
 
+from llamagpu.files.tokenizer import Tokenizer
 from llamagpu.serve.body import decode
 from llamagpu.serve.errors import invalid
 from llamagpu.serve.http import Call, json_response
@@ -15,6 +18,10 @@ class DetokenizeRequest(msgspec.Struct):
 
 async def handle(server: Server, call: Call) -> Response:
     request, tokenizer = decode(call.body, DetokenizeRequest), server.llama.tokenizer
-    if not all(0 <= id < tokenizer.vocab_size for id in request.tokens):
+    return json_response({"content": await asyncio.to_thread(text_of, request.tokens, tokenizer)})
+
+
+def text_of(ids: list[int], tokenizer: Tokenizer) -> str:
+    if not all(0 <= id < tokenizer.vocab_size for id in ids):
         raise invalid(f"tokens: ids go from 0 to {tokenizer.vocab_size - 1}", "tokens")
-    return json_response({"content": tokenizer.decode(request.tokens)})
+    return tokenizer.decode(ids)
