@@ -80,6 +80,21 @@ def test_a_prompt_of_the_whole_context(path, gpu, backend):
     check_empty(scheduler)
 
 
+def test_steps_run_ahead_while_somebody_waits_for_pages(path, gpu):
+    scheduler = Scheduler(load(path, gpu, parallel=2, positions=256).engine)
+    runs, waits = Request([1, *range(3, 100)], GREEDY, 60), Request([1, 2, *range(3, 200)], GREEDY, 1)
+    scheduler.submit(runs)
+    while not scheduler.flight:
+        scheduler.step()
+    scheduler.submit(waits)
+    flight = scheduler.flight
+    for _ in range(3):
+        scheduler.step()
+        assert scheduler.flight is flight and flight.pending and waits.state is State.WAITING
+    assert finish(scheduler, runs) and finish(scheduler, waits)
+    check_empty(scheduler)
+
+
 def test_no_more_decode_than_a_step_has_rows(path, gpu):
     """Also when a paused request comes back after another's prompt has taken its row."""
     scheduler = Scheduler(load(path, gpu, parallel=4, positions=256, chunk=2).engine)

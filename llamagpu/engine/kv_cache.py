@@ -141,9 +141,12 @@ class KvCache(ABC):
         self.table.assign(sequence.slot, sequence.pages)
         return True
 
-    def has_room(self, positions: int) -> bool:
-        """Whether a new sequence could have so many positions."""
-        return -(-positions // PAGE) <= self.pool.available
+    def has_room(self, positions: int, ids: Items[int] = ()) -> bool:
+        """Whether a new sequence could have so many positions, with the full pages that hold the beginning of `ids`."""
+        prefix = self.pool.find(ids[:-1])
+        shared = prefix.pages[: prefix.positions // PAGE]
+        unheld = sum(not self.pool.holders[page] for page in shared)
+        return -(-positions // PAGE) - len(shared) <= self.pool.available - unheld
 
     def _make_writable(self, sequence: Sequence) -> bool:
         """Needed where the sequence was cut short, or can be found: its pages may hold more than its ids."""

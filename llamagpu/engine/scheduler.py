@@ -269,12 +269,16 @@ class Scheduler:
 
     def _start(self, request: Request) -> bool:
         """Give a request a slot and pages for its prompt. False if it has to wait."""
+        cache, sequence = self.engine.cache, request.sequence
+        positions = self._beyond(max(request.paused_at, len(request.prompt)))
+        begins = request.prompt if request.cache_prompt and request.saved is None else []
+        if self.running and not cache.has_room(positions, begins):
+            return False  # a full cache is no reason to land
         if self.flight and self.flight.pending:
             self._land()
-        cache, sequence = self.engine.cache, request.sequence
         sequence.slot = self.slots[-1]
         if request.saved is not None:
-            if not cache.reserve(sequence, self._beyond(max(request.paused_at, len(request.prompt)))):
+            if not cache.reserve(sequence, positions):
                 cache.end(sequence)
                 return False
             cache.write(sequence, request.paused_at, taker(request.saved))
@@ -283,8 +287,8 @@ class Scheduler:
         else:
             if request.cache_prompt and self._will_share(request.prompt):
                 return False
-            request.cached = cache.begin(sequence, request.prompt if request.cache_prompt else [])
-            if not cache.reserve(sequence, self._beyond(len(request.prompt))):
+            request.cached = cache.begin(sequence, begins)
+            if not cache.reserve(sequence, positions):
                 cache.end(sequence)
                 return False
             request.state = State.PROMPT
