@@ -34,10 +34,23 @@ def test_signals_wait_for_requests(gpu: Any, tmp_path: Path) -> None:
             httpx.get(f"{server.url}/health")
 
 
+def test_after_the_grace_requests_end_with_an_error(gpu: Any, tmp_path: Path) -> None:
+    with (
+        served(tmp_path, "--grace", "0", "--parallel", "1") as server,
+        httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "n": 100}, timeout=START_S) as r,
+    ):
+        lines = r.iter_lines()
+        next(lines)
+        server.process.terminate()
+        assert "shutting down" in [line for line in lines if line][-1]
+        assert server.process.wait(START_S) == 0
+    assert not any("Traceback" in line for line in server.lines)
+
+
 def test_the_second_signal_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    server = HttpServer(uvicorn.Config(lambda: None), log=lambda text: None)
+    server = HttpServer(uvicorn.Config(lambda: None), lambda text: None, 0, lambda: None)
     server.handle_exit(signal.SIGTERM, None)
     assert server.should_exit and not codes
     server.handle_exit(signal.SIGTERM, None)

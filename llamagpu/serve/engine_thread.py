@@ -120,10 +120,14 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def stop(self) -> None:
+    def end(self) -> None:
+        """End the thread after the step that runs. The generations that it has end with an error."""
         self._stopping = True
         with suppress(ApiError):  # it has ended
             self._post(lambda: None)
+
+    async def stop(self) -> None:
+        self.end()
         await asyncio.to_thread(self._thread.join)
 
     def need_ready(self) -> Llama:

@@ -1,5 +1,7 @@
 """Runs the server: sockets, signals, the engine thread's beginning and end."""
 
+import asyncio
+import math
 import os
 import signal
 import socket
@@ -20,6 +22,7 @@ from llamagpu.serve.options import ServeOptions
 from llamagpu.serve.state import Server
 
 Log = Callable[[str], None]
+LAST_WORDS_S = 5  # for the errors of requests that have not ended in time
 
 
 def serve(load: Callable[[], Llama], options: ServeOptions, log: Log, log_access: Log) -> None:
@@ -55,9 +58,9 @@ def serve(load: Callable[[], Llama], options: ServeOptions, log: Log, log_access
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(options.grace_s)),
+        timeout_graceful_shutdown=math.ceil(options.grace_s) + LAST_WORDS_S,
     )
-    http = HttpServer(config, log)
+    http = HttpServer(config, log, options.grace_s, engine.end)
     log(f"listening at {url}")
     http.run(sockets=[listener])
     if engine.error is not None:
@@ -83,11 +86,19 @@ def is_public(host: str) -> bool:
 
 
 class HttpServer(uvicorn.Server):
-    """The first signal stops accepting and waits for the requests that run, the second one ends the process."""
+    """The first signal stops accepting and waits for the requests that run, the second one ends the process.
 
-    def __init__(self, config: uvicorn.Config, log: Log) -> None:
+    `end` is called after `grace_s` seconds of that: the requests that still run get an error.
+    """
+
+    def __init__(self, config: uvicorn.Config, log: Log, grace_s: float, end: Callable[[], None]) -> None:
         super().__init__(config)
-        self.log = log
+        self.log, self.grace_s, self.end = log, grace_s, end
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self.grace_s, self.end)
+        await super().shutdown(sockets)
+        timer.cancel()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
