@@ -109,6 +109,14 @@ def test_killed_and_started_again(folder: Path, gpu: Any, tmp_path: Path) -> Non
     assert answers(target) == answers(whole) and len(answers(whole)) == 24
 
 
+def test_no_success_is_an_error(folder: Path, tmp_path: Path) -> None:
+    source, target = write_lines(tmp_path / "in.jsonl", [request(1, model="other")]), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "llamagpu", "batch", "-i", source, "-o", target, "-m", folder / "tiny.gguf"]
+    found = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert found.returncode == 1 and "none of 1 requests succeeded" in found.stderr
+    assert answers(target)
+
+
 def test_more_generations_than_a_queue_holds(folder: Path, gpu: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("llamagpu.engine.scheduler.MAX_WAITING", 2)
     source, target = write_lines(tmp_path / "in.jsonl", [request(i, n=6) for i in range(4)]), tmp_path / "out.jsonl"

@@ -12,6 +12,7 @@ from llamagpu.cli.models import find_model, open_model
 from llamagpu.cli.serve import need_packages
 from llamagpu.cli.terminal import Interrupted, Usage, log, on_terminal, read_text, status_line
 from llamagpu.engine.options import EngineOptions
+from llamagpu.errors import LlamaGpuError
 from llamagpu.files import chat_template
 from llamagpu.hub.catalogue import DEFAULT
 
@@ -92,6 +93,8 @@ def batch(
     if not quiet:
         status_line("", quiet)
         log(summary(progress))
+    if progress.done and progress.failed == progress.done:
+        raise LlamaGpuError(f"none of {progress.done} requests succeeded", f"{target} says why, line by line")
 
 
 class ProgressLines:

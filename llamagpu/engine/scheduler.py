@@ -152,7 +152,8 @@ class Scheduler:
         with self.lock:
             if self.closed:
                 raise self.closed
-            self._drop_cancelled()
+            if len(self.waiting) >= self.max_waiting:
+                self._drop_cancelled()
             if len(self.waiting) >= self.max_waiting:
                 raise Overloaded(f"{len(self.waiting)} requests are waiting", "try again later")
             self.waiting.append(request)

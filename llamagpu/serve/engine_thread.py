@@ -208,6 +208,9 @@ class EngineThread:
             self.llama = llama
             try:
                 self._work()
+            except BaseException as error:
+                self._drain(error)
+                raise
             finally:
                 llama.close()
                 self._drain(WrongState("the server is shutting down", "try again later"))
