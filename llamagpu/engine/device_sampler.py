@@ -106,9 +106,7 @@ class DeviceSampler:
         s, position = sampling, len(text) if position is None else position
         last_n = s.repeat_last_n if s.penalises else 0
         cold = s.temperature <= 0  # take the likeliest token after bias and penalties
-        temperature = (
-            1.0 if cold else min(max(s.temperature, 1e-30), 1e30)
-        )  # as f32 not 0, nor infinite
+        temperature = 1.0 if cold else min(max(s.temperature, 1e-30), 1e30)  # as f32 not 0, nor infinite
         values = [temperature, s.top_p, s.min_p, s.repeat_penalty, s.presence_penalty, s.frequency_penalty]
         integers = [1 if cold else min(s.top_k, NO_TOKEN), s.seed_word, last_n, len(s.logit_bias), masked]
         integers.append(0 if logprobs is None else logprobs + 1)
