@@ -73,7 +73,7 @@ class Tiny:
         tensors: Tensors = {}
         for name, shape in shapes.items():
             values = np.array(self.factors[name]) if name in self.factors else random_values(shape, rng)
-            if matrix_type == "Q8_0" and len(shape) == 2:
+            if matrix_type == "Q8_0" and len(shape) > 1 and "ffn_gate_inp" not in name:
                 tensors[name] = ("Q8_0", shape, q8_blocks(values).tobytes())
             else:
                 tensors[name] = ("F32", shape, values.astype("<f4").tobytes())
@@ -108,7 +108,7 @@ def random_values(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarra
     """Of a matrix: bytes times STEP, numbers that f16 and Q8_0 hold."""
     if len(shape) == 1:
         return rng.uniform(0.5, 1.5, shape).astype(np.float16)
-    values = rng.standard_normal(shape) / np.sqrt(shape[1])
+    values = rng.standard_normal(shape) / np.sqrt(shape[-1])
     if shape[0] == VOCAB:
         values[EOS] = 0.0  # it is never the likeliest: llama.cpp gives no probabilities where a text ends
     return np.clip(np.rint(values / STEP), -127, 127) * STEP
@@ -121,6 +121,15 @@ def q8_blocks(values: np.ndarray) -> np.ndarray:
 
 
 RAGGED = dict(dim=72, heads=3, kv_heads=3, head_dim=18, ffn=100, tied=False)  # no GQA, no width in whole blocks
+EXPERTS = {"expert_count": 6, "expert_used_count": 3}
+GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.015625, "logit_scale": 8.0}
+HF_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
+HF_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.015625,
+    "logits_scaling": 8.0,
+}
 YARN = {
     "rope.scaling.type": "yarn",
     "rope.scaling.factor": 16.0,
@@ -151,6 +160,31 @@ MINISTRAL = {
 MODELS: dict[str, Tiny] = {
     "qwen3": Tiny("qwen3", hf={"model_type": "qwen3", "use_sliding_window": False, "sliding_window": None}),
     "qwen3, ragged": Tiny("qwen3", **RAGGED),
+    "qwen3moe": Tiny(
+        "qwen3moe",
+        EXPERTS | {"expert_feed_forward_length": 96},
+        hf=HF_EXPERTS
+        | {
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": 96,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
+    "qwen3moe, ragged": Tiny("qwen3moe", EXPERTS | {"expert_feed_forward_length": 100}, **RAGGED),
+    "granitemoe": Tiny(
+        "granitemoe",
+        EXPERTS | GRANITE,
+        hf=HF_GRANITE | {"model_type": "granitemoe", "num_local_experts": 6, "num_experts_per_tok": 3},
+    ),
+    "olmoe": Tiny(
+        "olmoe",
+        EXPERTS,
+        kv_heads=2,
+        tied=False,
+        hf=HF_EXPERTS | {"model_type": "olmoe", "norm_topk_prob": False, "clip_qkv": None},
+    ),
     "smollm3": Tiny(
         "smollm3",
         layers=4,
@@ -158,14 +192,8 @@ MODELS: dict[str, Tiny] = {
     ),
     "granite": Tiny(
         "granite",
-        {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.015625, "logit_scale": 8.0},
-        hf={
-            "model_type": "granite",
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.015625,
-            "logits_scaling": 8.0,
-        },
+        GRANITE,
+        hf=HF_GRANITE | {"model_type": "granite"},
     ),
     "mistral3": Tiny("mistral3", YARN | {"attention.temperature_scale": 0.1}, tied=False, hf=MINISTRAL),
     "phi3": Tiny(
@@ -291,6 +319,19 @@ def test_logits_in_int8(gpu: Any, expected: Any, name: str) -> None:
     check(run, want, LARGEST_NMSE[Precision.FAST])
 
 
+def test_experts_in_shards(gpu: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed file, two experts to a binding, and steps of few rows."""
+    path, want = expected("qwen3moe", "Q8_0")
+    source, packed = open_source(str(path)), tmp_path / "m.safetensors"
+    convert(source, packed, plan(source, "packed"))
+    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, binding_bytes=60_000))
+    run = load_one(gpu, packed, precision=Precision.FAST, chunk=8)
+    gate_up, down = run.engine.weights.layers[0].gate_up[0], run.engine.weights.layers[0].ffn_down
+    assert [shard.n // gate_up.n for shard in gate_up.shards] == [2, 2, 2] and len(down.shards) == 2
+    assert gate_up.token_bytes == gate_up.nbytes // 2  # three experts of six
+    check(run, want, LARGEST_NMSE[Precision.FAST])
+
+
 def check(run: OneSequence, want: np.ndarray, largest_nmse: float) -> None:
     ids = token_ids(END)
     got = [log_probs(run.logits_after(ids[:PROMPT]))]
@@ -312,6 +353,7 @@ HF_NAMES = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate_inp": "mlp.gate",
     "ffn_gate": "mlp.gate_proj",
     "ffn_down": "mlp.down_proj",
 }
@@ -338,8 +380,28 @@ def hf_weights(file: GgufFile, config: ModelConfig) -> dict[str, np.ndarray]:
             values[rope_rows(heads[part], config.head_dim, config.rope_dims)] = values.copy()
         if part.endswith("norm"):
             values -= record.norm_shift
-        if name not in FREQ_FACTORS:
+        if values.ndim == 3:
+            layer = base.split(".")[1]
+            for i, expert in enumerate(values):
+                found[f"model.layers.{layer}.mlp.experts.{i}.{part.split('_')[1]}_proj.weight"] = expert
+        elif name not in FREQ_FACTORS:
             found[f"{hf_name(base, record)}.weight"] = values
+    return found if record.name != "granitemoe" else in_one_array(found, config)
+
+
+def in_one_array(tensors: dict[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
+    """The names and arrays of Granite, which has all experts of a layer in one array."""
+    found = {name.replace("mlp.gate.", "block_sparse_moe.router.layer."): v for name, v in tensors.items()}
+    for i in range(config.layers):
+        each = {
+            part: np.stack(
+                [found.pop(f"model.layers.{i}.mlp.experts.{e}.{part}_proj.weight") for e in range(config.experts)]
+            )
+            for part in ("gate", "up", "down")
+        }
+        layer = f"model.layers.{i}.block_sparse_moe"
+        found[f"{layer}.input_linear.weight"] = np.concatenate([each["gate"], each["up"]], axis=1)
+        found[f"{layer}.output_linear.weight"] = each["down"]
     return found
 
 

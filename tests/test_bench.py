@@ -353,7 +353,7 @@ def test_work_of_the_tiny_model(rows: Rows, gpu: Gpu) -> None:
 
 def test_rates() -> None:
     """A made-up model: 1000 bytes of weights and 10 of cache for each position, in 2 steps of 100 ns in all."""
-    matrix = SimpleNamespace(n=10, k=20)
+    matrix = SimpleNamespace(n=10, k=20, used=1)
     weights = SimpleNamespace(layers=[SimpleNamespace(matrices=[matrix] * 3)], output=matrix, token_bytes=1000)
     config = SimpleNamespace(kinds=(LayerKind(),), layers=1, q_width=8)
     loaded, engine = (

@@ -3,6 +3,7 @@
 import test_kernels_attention as attention
 import test_kernels_bench as bench
 import test_kernels_embed as embed
+import test_kernels_experts as experts
 import test_kernels_linear as linear
 import test_kernels_norm as norm
 import test_kernels_sample as sample
@@ -12,7 +13,7 @@ from kernel_cases import COVERED
 from llamagpu.engine import routes
 from llamagpu.gpu import shaders
 
-MODULES = (attention, bench, embed, linear, norm, sample, texture)  # importing them fills COVERED
+MODULES = (attention, bench, embed, experts, linear, norm, sample, texture)  # importing them fills COVERED
 
 
 def test_every_kernel_has_a_test():
@@ -25,5 +26,6 @@ def test_every_route_has_cases():
     ran = {id(param.values[1]) for params in lists for param in params} | set(
         map(id, (*linear.F32_TILES, *linear.LARGE_MATRICES))
     )
-    for table in (routes.LINEAR, routes.NORM, routes.NORM_INT8, routes.ATTEND, routes.EMBED):
+    ran |= {id(param.values[0]) for param in experts.LINEAR} | set(map(id, experts.INT8_RESULTS))
+    for table in (routes.LINEAR, routes.EXPERT_LINEAR, routes.NORM, routes.NORM_INT8, routes.ATTEND, routes.EMBED):
         assert not [route for route in table if id(route) not in ran]

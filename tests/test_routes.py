@@ -309,7 +309,7 @@ TABLES = [
 
 
 def test_all_tables_are_found():
-    assert len(TABLES) == 13 and {"LINEAR", "ATTEND", "TEXTURE_LINEAR"} <= set(TABLES)
+    assert len(TABLES) == 14 and {"LINEAR", "ATTEND", "TEXTURE_LINEAR"} <= set(TABLES)
 
 
 @pytest.mark.parametrize("table", TABLES)

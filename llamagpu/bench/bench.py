@@ -322,7 +322,7 @@ def rates(loaded: LoadedModel, engine: Engine, case: BenchCase, avg_ns: float, c
 
 def linear_flops(weights: Weights, rows: int) -> int:
     """Operations of the matrices in a step of so many rows, of which the last one has logits."""
-    in_layers = sum(matrix.n * matrix.k for layer in weights.layers for matrix in layer.matrices)
+    in_layers = sum(matrix.used * matrix.n * matrix.k for layer in weights.layers for matrix in layer.matrices)
     return 2 * rows * in_layers + 2 * weights.output.n * weights.output.k
 
 

@@ -38,6 +38,7 @@ FILE_TYPES = {
     "Q8_0": LlamaFileType.MOSTLY_Q8_0,
 }
 FOUR_BITS = ("Q4_0", "Q4_1")
+ROUTER = ".ffn_gate_inp.weight"  # of experts: small, and a wrong choice costs more than a rounded weight
 OUTPUT_TENSORS = ("output.weight", "token_embd.weight")  # --keep-output is for these
 
 
@@ -150,7 +151,7 @@ def few_bits(ggml_type: str) -> bool:
 
 def tensor_type(tensor: Tensor, main: str, output: str, keep_raw: bool) -> str:
     """The new type of a tensor: weights become `main`, the output matrix and the embeddings `output`."""
-    if len(tensor.shape) == 1:
+    if len(tensor.shape) == 1 or tensor.name.endswith(ROUTER):
         return "F32"
     raw = tensor.raw.ggml_type if tensor.raw else "F16"
     if keep_raw and raw not in FLOATS:
@@ -160,14 +161,14 @@ def tensor_type(tensor: Tensor, main: str, output: str, keep_raw: bool) -> str:
             return raw  # quantised already: quantising it again would only add error
         main = output
     for ggml_type in (main, "Q8_0"):
-        if tensor.shape[1] % BLOCKS[ggml_type][0] == 0:
+        if tensor.shape[-1] % BLOCKS[ggml_type][0] == 0:
             return ggml_type
     return "F16"
 
 
 def original_plan(source: Source) -> Plan:
     """The plan with the smallest error among the files that the engine loads."""
-    types = {name: "F32" if len(tensor.shape) == 1 else "F16" for name, tensor in source.tensors.items()}
+    types = {name: tensor_type(tensor, "F16", "F16", keep_raw=False) for name, tensor in source.tensors.items()}
     exact = {matrix.name: matrix.exact_type() for matrix in source.quantised if matrix.contiguous_groups()}
     return Plan(types | exact, packed=bool(exact), notes=[])
 

@@ -15,21 +15,25 @@ from gguf import MODEL_ARCH_NAMES, Keys, TensorNameMap, get_tensor_name_map
 from numpy.typing import NDArray
 
 from llamagpu.convert.awq_gptq import QuantisationConfig, QuantisedMatrix
-from llamagpu.convert.source import Rows, Source, Tensor, float_tensor
+from llamagpu.convert.source import Rows, Source, Tensor, expert_tensor, float_tensor
 from llamagpu.convert.vocab import read_json, vocabulary
 from llamagpu.errors import BadFile, Unsupported
-from llamagpu.files.architectures import REMEDY_ARCHITECTURE, Activation, Architecture, from_hf_type
+from llamagpu.files.architectures import REMEDY_ARCHITECTURE, Activation, Architecture, Experts, from_hf_type
 from llamagpu.files.config import FREQ_FACTORS
 from llamagpu.files.gguf_file import REMEDY_REFETCH, shown
 from llamagpu.files.safetensors_file import Stored, read_header
 from llamagpu.files.storage import rope_rows
 
 # The names of Llama-like models in the transformers library, with the number of the layer. gguf's map also has the
-# names of other libraries, whose q and k have another row order, and of parts that are not supported, such as experts.
+# names of other libraries, whose q and k have another row order, and of parts that are not supported.
 HF_NAME = re.compile(
     r"(?:model\.(?:embed_tokens|norm)|lm_head|"
     r"model\.layers\.(0|[1-9][0-9]*)\.(?:self_attn\.\w+_(?:proj|norm)|mlp\.\w+_proj|\w+_layernorm))"
 )
+ROUTER_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]*)\.(?:mlp\.gate|block_sparse_moe\.router\.layer)")
+# The matrices of experts are arrays of their own, or one array for all, in which gate and up are halves of the input.
+EXPERT_NAME = re.compile(r"model\.layers\.([0-9]+)\.mlp\.experts\.([0-9]+)\.(gate|up|down)_proj\.weight")
+EXPERTS_NAME = re.compile(r"model\.layers\.([0-9]+)\.block_sparse_moe\.(input|output)_linear\.weight")
 # Tensors of a model of images and text that are not the text model's.
 NOT_TEXT = re.compile(r"(?:model\.)?(?:vision_\w+|multi_modal_projector|mm_\w+)\.")
 LONGROPE = ("longrope", "su")
@@ -40,6 +44,12 @@ SCALES = {
     "residual_multiplier": Keys.LLM.RESIDUAL_SCALE,
     "attention_multiplier": Keys.Attention.SCALE,
     "logits_scaling": Keys.LLM.LOGIT_SCALE,
+}
+EXPERTS = {
+    "num_experts": Keys.LLM.EXPERT_COUNT,
+    "num_local_experts": Keys.LLM.EXPERT_COUNT,
+    "num_experts_per_tok": Keys.LLM.EXPERT_USED_COUNT,
+    "moe_intermediate_size": Keys.LLM.EXPERT_FEED_FORWARD_LENGTH,
 }
 SOFT_CAPS = {
     "attn_logit_softcapping": Keys.LLM.ATTN_LOGIT_SOFTCAPPING,
@@ -118,8 +128,22 @@ def check_features(config: dict[str, Any], record: Architecture) -> None:
         raise Unsupported("layers without RoPE in another order are not supported", REMEDY_ARCHITECTURE)
     if config.get("use_sliding_window") and not record.sliding_window:
         raise Unsupported(f"a {record.name} model with a sliding window is not supported", REMEDY_ARCHITECTURE)
+    if record.experts is not Experts.NONE:
+        check_experts(config, record)
     if not record.rope_freqs and rope_scaling(config)[0] == "llama3":
         raise Unsupported(f"a {record.name} model with llama3 RoPE scaling is not supported", REMEDY_ARCHITECTURE)
+
+
+def check_experts(config: dict[str, Any], record: Architecture) -> None:
+    whole = config.get("norm_topk_prob")
+    if whole is not None and whole != (record.experts is Experts.WHOLE):
+        raise Unsupported(
+            f"a {record.name} model with norm_topk_prob {shown(whole)} is not supported", REMEDY_ARCHITECTURE
+        )
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise Unsupported("layers without experts beside layers with experts are not supported", REMEDY_ARCHITECTURE)
+    if config.get("clip_qkv"):
+        raise Unsupported("bounds of queries, keys and values are not supported", REMEDY_ARCHITECTURE)
 
 
 def rotary_share(config: dict[str, Any]) -> float:
@@ -157,6 +181,8 @@ def read_metadata(config: dict[str, Any], record: Architecture, name: str) -> di
         keys[Keys.Attention.SLIDING_WINDOW] = integer("sliding_window")
         if record.window_period and isinstance(kinds := config.get("layer_types"), list):
             keys[Keys.Attention.SLIDING_WINDOW_PATTERN] = np.array([kind == "sliding_attention" for kind in kinds])
+    if record.experts is not Experts.NONE:
+        keys |= {template: integer(field) for field, template in EXPERTS.items() if config.get(field)}
     fields = (SCALES if record.scales else {}) | (SOFT_CAPS if record.attn_soft_cap or record.logit_soft_cap else {})
     keys |= {template: real(config, field) for field, template in fields.items() if config.get(field)}
     return {metadata_key(template, record): value for template, value in keys.items()}
@@ -268,12 +294,14 @@ def name_tensors(
     quantisation = QuantisationConfig.read(settings) if isinstance(settings, dict) else None
     tied, names = bool(config.get("tie_word_embeddings")), name_map(record)
     found: dict[str, Tensor] = {}
+    if record.experts is not Experts.NONE:
+        found, stored = expert_tensors(stored)
     for name, array in stored.items():
         if DERIVED.search(name) or ("text_config" in config and NOT_TEXT.match(name)):
             continue
         prefix, _, suffix = name.replace("language_model.", "").rpartition(".")
         prefix = prefix if prefix.startswith(("model.", "lm_head")) else f"model.{prefix}"
-        base = gguf_name(names, prefix)
+        base = gguf_name(names, prefix, record)
         if base == "output" and tied and suffix != "bias":
             continue
         known = suffix in ("weight", "bias") or (quantisation and suffix in QUANTISED_ARRAYS)
@@ -309,8 +337,37 @@ def name_map(record: Architecture) -> TensorNameMap:
     return get_tensor_name_map(arch, 1)
 
 
-def gguf_name(names: TensorNameMap, prefix: str) -> str | None:
+def expert_tensors(stored: dict[str, Stored]) -> tuple[dict[str, Tensor], dict[str, Stored]]:
+    """The matrices of experts by GGUF name, and the arrays that are left."""
+    experts: dict[str, dict[int, Stored]] = {}
+    rest: dict[str, Stored] = {}
+    for name, array in stored.items():
+        if match := EXPERT_NAME.fullmatch(name):
+            experts.setdefault(f"blk.{int(match[1])}.ffn_{match[3]}_exps.weight", {})[int(match[2])] = array
+        elif (match := EXPERTS_NAME.fullmatch(name)) and len(array.shape) == 3:
+            parts = ("gate", "up") if match[2] == "input" else ("down",)
+            for i, part in enumerate(parts):
+                pieces = [rows_of_expert(array, expert, i, len(parts)) for expert in range(array.shape[0])]
+                experts[f"blk.{int(match[1])}.ffn_{part}_exps.weight"] = dict(enumerate(pieces))
+        else:
+            rest[name] = array
+    for name, arrays in experts.items():
+        if sorted(arrays) != list(range(len(arrays))):
+            raise BadFile(f"tensor {name} lacks experts", REMEDY_REFETCH)
+    return {name: expert_tensor(name, [each[i] for i in sorted(each)]) for name, each in experts.items()}, rest
+
+
+def rows_of_expert(array: Stored, expert: int, part: int, parts: int) -> Stored:
+    """The rows of one expert in an array [experts, n, k], or one of `parts` equal parts of them."""
+    _, n, k = array.shape
+    row = array.nbytes // math.prod(array.shape) * k
+    return replace(array, shape=(n // parts, k), offset=array.offset + (expert * n + part * (n // parts)) * row)
+
+
+def gguf_name(names: TensorNameMap, prefix: str, record: Architecture) -> str | None:
     """model.layers.3.mlp.up_proj -> blk.3.ffn_up; None for a tensor that GGUF does not have."""
+    if record.experts is not Experts.NONE and (router := ROUTER_NAME.fullmatch(prefix)):
+        return f"blk.{int(router[1])}.ffn_gate_inp"
     match = HF_NAME.fullmatch(prefix)
     if match is None:
         return None

@@ -122,7 +122,7 @@ def write_packed(job: Job, path: Path, progress: Progress = NO_PROGRESS) -> list
                 losses[raw.name] = job.loss(raw.name)
                 packed = quantised.load(raw.ggml_type)
             else:
-                packed = stack(map(repack_q6, pieces(raw.name)), raw.shape[0])
+                packed = stack(map(repack_q6, pieces(raw.name)), math.prod(raw.shape[:-1]))
             done += tensors[raw.name].nbytes
             progress(raw.name, done, total)
             return packed

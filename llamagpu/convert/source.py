@@ -1,8 +1,9 @@
 """The source of a conversion: GGUF metadata, and tensors by GGUF name whose rows are read as floats."""
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from llamagpu.convert.awq_gptq import QuantisedMatrix
 from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files.architectures import REMEDY_ARCHITECTURE
 from llamagpu.files.config import ModelConfig, check_tensors, tensor_shapes, used_shapes
-from llamagpu.files.gguf_file import BLOCKS, GgufFile, RawTensor, shown, unsupported_type
+from llamagpu.files.gguf_file import BLOCKS, REMEDY_REFETCH, GgufFile, RawTensor, shown, unsupported_type
 from llamagpu.files.repack import to_f32
 from llamagpu.files.safetensors_file import Stored, widen
 from llamagpu.files.tokenizer import Tokenizer
@@ -36,7 +37,8 @@ class Tensor:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        return (1, self.shape[0]) if len(self.shape) == 1 else (self.shape[0], self.shape[1])
+        """Rows, of all experts where there are some, and columns."""
+        return prod(self.shape[:-1]), self.shape[-1]
 
 
 @dataclass(slots=True)
@@ -95,12 +97,32 @@ def float_tensor(name: str, stored: Stored, row_order: NDArray[np.int64] | None 
         first = int(wanted.min())
         return widen(stored.read(first, int(wanted.max()) + 1)[wanted - first])
 
-    if stored.dtype not in ("F64", "F32", "F16", "BF16") or not 1 <= len(stored.shape) <= 2:
+    check_floats(stored, 1, 2)
+    return Tensor(name, stored.shape, stored.nbytes, lambda: read)
+
+
+def check_floats(stored: Stored, *dims: int) -> None:
+    if stored.dtype not in ("F64", "F32", "F16", "BF16") or len(stored.shape) not in dims:
         raise Unsupported(
             f"tensor {stored.name} is {stored.dtype} of shape {list(stored.shape)}",
             "F32, F16 and BF16 weights work.",
         )
-    return Tensor(name, stored.shape, stored.nbytes, lambda: read)
+
+
+def expert_tensor(name: str, experts: Sequence[Stored]) -> Tensor:
+    """The matrices of all experts as one tensor [experts, n, k]."""
+    for stored in experts:
+        check_floats(stored, 2)
+        if stored.shape != experts[0].shape:
+            raise BadFile(f"tensor {stored.name} is larger or smaller than that of the first expert", REMEDY_REFETCH)
+    n, k = experts[0].shape
+
+    def read(start: int, stop: int) -> NDArray[np.float32]:
+        numbers = range(start // n, -(-stop // n))
+        spans = [(experts[i], max(start - i * n, 0), min(stop - i * n, n)) for i in numbers]
+        return np.concatenate([widen(expert.read(first, last)) for expert, first, last in spans])
+
+    return Tensor(name, (len(experts), n, k), sum(stored.nbytes for stored in experts), lambda: read)
 
 
 def from_gguf(path: Path) -> Source:
@@ -115,9 +137,9 @@ def from_gguf(path: Path) -> Source:
 
 
 def gguf_tensor(raw: RawTensor) -> Tensor:
-    if raw.ggml_type not in BLOCKS or len(raw.shape) > 2:
+    if raw.ggml_type not in BLOCKS or len(raw.shape) > 3:
         raise unsupported_type(raw)
-    n = raw.shape[0] if len(raw.shape) > 1 else 1
+    n = prod(raw.shape[:-1])
     size = raw.data.size // n
 
     def rows(start: int, stop: int) -> NDArray[np.float32]:

@@ -47,7 +47,7 @@ class Engine:
         freq_factors: NDArray[np.floating] | None = None,
         probe: bool = True,
     ) -> None:
-        fitting = routes.max_chunk(max(config.dim, config.q_width, config.ffn_dim), gpu.caps)
+        fitting = routes.max_chunk(config.widest, gpu.caps)
         settings = replace(settings, chunk=min(settings.chunk, settings.context * settings.slots, MAX_ROWS, fitting))
         self.gpu, self.config, self.weights, self.settings = gpu, config, weights, settings
         self.freq_factors, self.freed = freq_factors, False

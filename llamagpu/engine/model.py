@@ -22,6 +22,7 @@ from llamagpu.engine.kv_cache import BufferKvCache, KvCache, LayerCache
 from llamagpu.engine.ops import (
     AttentionBuffers,
     AttentionMode,
+    Choices,
     Consts,
     HeadBuffers,
     Ops,
@@ -246,6 +247,8 @@ class BufferModel(Model):
         int8_rows = rows if self.int8_prefill else 1
         self.int8_kv = self._allocate_int8_kv()
         attended = f32_rows if routes.attention_quantises(self.attention(1), gpu.caps) else rows
+        if c.experts:  # the router reads f32, and many rows write f32 between the matrices of an expert
+            attended = f32_rows = rows
         widest = max(c.dim, c.q_width)
         # [m, dim] residual stream; fused decode: [layers + 1, m, dim] with cache-line padding
         self.x = gpu.zeros(max(rows * c.dim * 4, (c.layers + 1) * layer_stride(fused_rows * c.dim)), "x")
@@ -253,27 +256,44 @@ class BufferModel(Model):
         self.q = gpu.zeros(rows * c.q_width * 4, "q")  # [m, heads, head_dim] rotated queries
         # [m, keys and values, kv_heads, head_dim] on their way into a q8_0 cache
         self.kv_rows = gpu.zeros(rows * 2 * c.kv_width * 4, "kv_rows") if self.cache.kv_type is KvType.Q8_0 else None
-        self.act = gpu.zeros(f32_rows * c.ffn_dim * 4, "act")  # [m, ffn] silu(gate) * up
+        self.act = gpu.zeros(f32_rows * c.hidden_width * 4, "act")  # [m, experts used, ffn] silu(gate) * up
         blocks = int8_rows * INT8_BLOCK_BYTES
         self.h_int8 = gpu.zeros(blocks * widest // 32, "h_int8")  # [m, dim/32] blocks: normalised, then attended
-        self.act_int8 = gpu.zeros(blocks * c.ffn_dim // 32, "act_int8")  # [m, ffn/32] blocks
+        self.act_int8 = gpu.zeros(blocks * c.hidden_width // 32, "act_int8")  # [m, experts used, ffn/32] blocks
         splits = c.heads * (routes.MAX_SPLIT_ROWS if self.int8_kv else routes.MAX_SPLITS)
         self.partial = gpu.zeros(splits * c.head_dim * 4, "partial")  # [m, heads, splits, head_dim]
         self.stats = gpu.zeros(splits * 8, "stats")  # [m, heads, splits] (top, total)
         separate = any(len(layer.gate_up) > 1 for layer in self.weights.layers)
         if largest := max(self._split_bytes(), default=0):
             self.ops.partial_sums(largest)
-        self.up = gpu.zeros(rows * c.ffn_dim * 4, "up") if separate else None  # [m, ffn], for gate_and_up
+        # [m, experts used, ffn], for gate_and_up
+        self.up = gpu.zeros(rows * c.hidden_width * 4, "up") if separate else None
+        self._allocate_experts()
         qkv = c.q_width + 2 * c.kv_width
         self.raw = gpu.zeros(rows * qkv * 4, "raw") if c.rotates_apart else None  # [m, q | k | v] before `rotate`
         # [m, dim] the result of attention or feed forward, before the norm after it
         self.branch = gpu.zeros(rows * c.dim * 4, "branch") if c.norms_after else None
         self.hidden: Buffer | None = None  # [m, dim] after the last norm, for embeddings: allocated at the first one
 
+    def _allocate_experts(self) -> None:
+        gpu, c, rows = self.gpu, self.config, self.chunk
+        self.choices: Choices | None = None
+        self.expert_buffers: list[Buffer] = []
+        if not c.experts:
+            return
+        chosen = gpu.zeros(rows * c.experts_used * 8, "chosen")
+        tiles = routes.expert_tiles(rows, c.experts_used, c.experts)
+        groups = gpu.zeros(16 * tiles + 4 * rows * c.experts_used, "groups")
+        self.choices = Choices(c.experts, c.experts_used, chosen, groups)
+        self.expert_logits = gpu.zeros(rows * c.experts * 4, "expert_logits")  # [m, experts]
+        self.branches = gpu.zeros(rows * c.experts_used * c.dim * 4, "branches")  # [m, experts used, dim] results
+        self.expert_buffers = [chosen, groups, self.expert_logits, self.branches]
+
     def _split_bytes(self) -> Iterator[int]:
         """Bytes of the partial sums of every linear that is split over k."""
         widths = {self.plan_width(rows) for rows in range(2, self.chunk + 1)}
         matrices = [m for layer in self.weights.layers for m in (layer.qkv, layer.attn_output, layer.ffn_down)]
+        matrices = [matrix for matrix in matrices if matrix.experts == 1]
         shards = {(shard.layout, shard.n): shard for matrix in matrices for shard in matrix.shards}
         for width, shard in product(sorted(widths), shards.values()):
             shape = shard.shape(width, self.inputs(width), epilogue=Epilogue.ADD)
@@ -292,6 +312,7 @@ class BufferModel(Model):
         own: list[Bindable | None] = [self.x, self.h, self.q, self.act, self.h_int8, self.act_int8]
         own += [self.partial, self.stats, self.up, self.raw, self.branch, self.hidden, self.int8_kv, self.kv_rows]
         fused = self.fused_decode.buffers() if self.fused_decode else []
+        own += self.expert_buffers
         return [*super().scratch(), *(buffer for buffer in own if buffer is not None), *fused, *self.ops.scratch]
 
     @property
@@ -385,6 +406,8 @@ class BufferModel(Model):
             shape = attention_shape(self.config, key.width)
             qkv += tagged([self.ops.store_kv(shape, self.kv_rows, cache.keys, cache.values)], "store_kv", i)
         attended, splits = self.attend_linear(i, layer, cache, key)
+        if layer.router is not None:
+            return [*qkv, *attended, *self.experts(i, layer, layer.router, key.width)], None
         fed_forward, splits = self.feed_forward(i, layer, key.width, splits)
         return [*qkv, *attended, *fed_forward], splits
 
@@ -467,7 +490,8 @@ class BufferModel(Model):
             between = [self.ops.attend_merge(shape, self.partial, self.stats, h, int8)]
         elif int8 and not quantises:
             between = [self.ops.quantise(self.h, h, c.q_width, m)]
-        linear, left = self.add(h, matrix, m, inputs, layer.post_attention_norm)
+        complete = layer.router is not None  # whose norm adds no splits
+        linear, left = self.add(h, matrix, m, inputs, layer.post_attention_norm, last=complete)
         return [*attention, *tagged(between, "attention", i), *tagged(linear, "attn_output", i)], left
 
     def add(
@@ -507,6 +531,52 @@ class BufferModel(Model):
         last = i == self.config.layers - 1
         linear, left = self.add(act, down, m, inputs, layer.post_ffw_norm, last=last)
         return [*hidden, *tagged(linear, "ffn_down", i)], left
+
+    def experts(self, i: int, layer: Layer, router: Matrix, m: int) -> list[Dispatch]:
+        """The feed forward of the experts that each token chooses.
+
+        The router reads f32 in both precisions: int8 would choose others where two are nearly as likely.
+        """
+        c, inputs, choices = self.config, self.inputs(m), self.choices
+        assert choices is not None and layer.ffn_norm is not None
+        int8 = inputs is Inputs.INT8
+        x, act = (self.h_int8, self.act_int8) if int8 else (self.h, self.act)
+        norm = self.ops.rms_norm(self.x, layer.ffn_norm, self.h, c.dim, c.stream_eps, m)
+        route = self.ops.linear(self.h, router, m, ops.store(self.expert_logits, router))
+        route.append(self.ops.top_experts(self.expert_logits, choices, c.whole_weights, m))
+        if routes.groups_experts(m):
+            route.append(self.ops.group_experts(choices, m))
+        quantise = [self.ops.quantise(self.h, self.h_int8, c.dim, m)] if int8 else []
+        down = layer.ffn_down
+        to_branches = ops.store(self.branches, down)
+        return [
+            *tagged([norm, *quantise], "ffn_norm", i),
+            *tagged(route, "router", i),
+            *self.expert_hidden(i, layer, x, m),
+            *tagged(self.ops.expert_linear(act, down, m, to_branches, choices, inputs, own_inputs=True), "ffn_down", i),
+            *tagged([self.ops.sum_experts(self.branches, self.x, c.dim, choices, m)], "ffn_down", i),
+        ]
+
+    def expert_hidden(self, i: int, layer: Layer, x: Buffer, m: int) -> list[Dispatch]:
+        """activation(gate) * up of each choice, to act or act_int8."""
+        c, inputs, choices = self.config, self.inputs(m), self.choices
+        assert choices is not None
+        if len(layer.gate_up) > 1:
+            gate, up = layer.gate_up
+            assert self.up is not None
+            return [
+                *tagged(self.ops.expert_linear(x, gate, m, ops.store(self.act, gate), choices), "ffn_gate", i),
+                *tagged(self.ops.expert_linear(x, up, m, ops.store(self.up, up), choices), "ffn_up", i),
+                *tagged([self.ops.gate_mul(self.act, self.up, c.hidden_width, c.activation, m)], "silu_mul", i),
+            ]
+        gate_up, int8, grouped = layer.gate_up[0], inputs is Inputs.INT8, routes.groups_experts(m)
+        output = ops.gated(self.act, gate_up, c.activation)
+        if int8 and not grouped:
+            output = ops.gated_int8(self.act_int8, gate_up, c.activation)
+        linear = self.ops.expert_linear(x, gate_up, m, output, choices, inputs)
+        if int8 and grouped:
+            linear.append(self.ops.quantise(self.act, self.act_int8, c.ffn_dim, m, c.experts_used))
+        return tagged(linear, "gate_up", i)
 
     def gate_and_up(self, i: int, layer: Layer, m: int) -> list[Dispatch]:
         """For files whose gate and up have different types: two linears, then their product."""
@@ -574,6 +644,8 @@ def suits_int8(weights: Weights, caps: Caps, m: int) -> bool:
     """Whether every linear has a kernel for int8 blocks, and gate and up are one matrix."""
 
     def runs(matrix: Matrix, epilogue: Epilogue = Epilogue.ADD) -> bool:
+        if matrix.experts > 1:  # their kernels take any number of rows
+            return all(routes.block_aligned(shard.shape(m)) for shard in matrix.shards)
         shapes = [shard.shape(m, Inputs.INT8, epilogue=epilogue) for shard in matrix.shards]
         return all(routes.fits_any(routes.LINEAR, shape, caps) for shape in shapes)
 

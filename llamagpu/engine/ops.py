@@ -8,7 +8,18 @@ from typing import TypeVar
 
 from llamagpu.engine import routes
 from llamagpu.engine.options import KvType
-from llamagpu.engine.routes import Attention, Epilogue, Inputs, Linear, Prologue, Role, Route, RowWise, Table
+from llamagpu.engine.routes import (
+    Attention,
+    Epilogue,
+    ExpertLinear,
+    Inputs,
+    Linear,
+    Prologue,
+    Role,
+    Route,
+    RowWise,
+    Table,
+)
 from llamagpu.engine.weights import Matrix
 from llamagpu.files.architectures import Activation, QkNorm
 from llamagpu.files.config import LayerKind, ModelConfig, Rope
@@ -84,6 +95,20 @@ class Splits:
     @property
     def consts(self) -> Consts:
         return {"GRID_SPLIT": self.count, "SPLIT_ROWS": self.rows}
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Which experts the tokens of a step use."""
+
+    experts: int
+    used: int  # by a token
+    chosen: Buffer  # [m, used] (expert, f32 weight)
+    groups: Buffer  # tiles of choices of one expert, see group_experts
+
+    @property
+    def consts(self) -> Consts:
+        return {"EXPERTS": self.experts, "USED": self.used}
 
 
 # Outputs of linears
@@ -423,6 +448,62 @@ class Ops:
         """Logits per candidate of `argmax`."""
         return constants("argmax")["CANDIDATE_ROWS"]
 
+    # Experts
+
+    def top_experts(self, logits: AnyBuffer, choices: Choices, whole: bool, m: int) -> Dispatch:
+        """The experts with the largest logits [m, experts], and their weights."""
+        bindings, width = {"x": logits, "y": choices.chosen}, choices.experts
+        return self._experts(routes.TOP_EXPERTS, bindings, width, m, choices.consts | {"WHOLE": whole})
+
+    def group_experts(self, choices: Choices, m: int) -> Dispatch:
+        """The choices of m tokens, grouped by expert."""
+        tiles = routes.expert_tiles(m, choices.used, choices.experts)
+        tokens = constants("linear_tile_experts")["TOKENS"]
+        consts: Consts = choices.consts | {"TILES": tiles, "TOKENS": tokens}
+        bindings = {"x": choices.chosen, "y": choices.groups}
+        return self._experts(routes.GROUP_EXPERTS, bindings, choices.used, m, consts)
+
+    def sum_experts(self, x: AnyBuffer, y: AnyBuffer, width: int, choices: Choices, m: int) -> Dispatch:
+        """y [m, width] += the results x [m, used, width] times their weights."""
+        consts: Consts = {"WIDTH": width, "USED": choices.used}
+        return self._experts(routes.SUM_EXPERTS, {"x": x, "y": y, "chosen": choices.chosen}, width, m, consts)
+
+    def _experts(
+        self, route: Route[RowWise], bindings: Mapping[str, Bindable], width: int, m: int, consts: Consts
+    ) -> Dispatch:
+        shape = RowWise(width)
+        return self._dispatch(route, (), consts, bindings, self.grid(route, shape, m), shape)
+
+    def expert_linear(
+        self,
+        x: AnyBuffer,
+        matrix: Matrix,
+        m: int,
+        output: Output,
+        choices: Choices,
+        inputs: Inputs = Inputs.F32,
+        own_inputs: bool = False,
+        table: Table[ExpertLinear] = routes.EXPERT_LINEAR,
+    ) -> list[Dispatch]:
+        """y [m, used, n] = x @ W^T of the experts that each token has chosen, one dispatch for each shard.
+
+        x has a row for each token, or with `own_inputs` for each choice.
+        """
+        dispatches = []
+        for shard in matrix.shards:
+            linear = replace(shard.shape(m, inputs, epilogue=output.epilogue), n=matrix.n)
+            shape = ExpertLinear(linear, choices.experts, choices.used, routes.groups_experts(m))
+            route = routes.select(table, shape, self.gpu.caps)
+            consts = shard.consts | self.tuning(route) | output.consts | {"N": matrix.n, "ROW0": 0}
+            consts |= {"USED": choices.used, "OWN_INPUTS": own_inputs}
+            consts |= {"FIRST_EXPERT": shard.row0 // matrix.n, "SHARD_EXPERTS": shard.n // matrix.n}
+            bindings = shard.bindings | dict(output.bindings) | {"x": x, "bias": self.step, "chosen": choices.chosen}
+            if route.kernel == "linear_tile_experts":
+                consts, bindings = consts | {"TILES": shape.tiles}, bindings | {"groups": choices.groups}
+            parts = self.parts(route, shard.layout.storage, inputs, epilogue=output.epilogue)
+            dispatches.append(self._dispatch(route, parts, consts, bindings, self.grid(route, shape, m), shape))
+        return dispatches
+
     # Row-wise operations
 
     def rms_norm(
@@ -451,9 +532,9 @@ class Ops:
         dispatch = self._dispatch(route, parts, consts, bindings, grid, shape)
         return fixed_grid(dispatch, m) if last_rows else dispatch
 
-    def quantise(self, x: AnyBuffer, y: AnyBuffer, width: int, m: int) -> Dispatch:
-        """x as int8 blocks, for producers that cannot write them themselves."""
-        return self._row_wise(routes.QUANTISE[0], {"x": x, "y": y}, width, m)
+    def quantise(self, x: AnyBuffer, y: AnyBuffer, width: int, m: int, rows: int = 1) -> Dispatch:
+        """x as int8 blocks, for producers that cannot write them themselves; each token has `rows` rows."""
+        return self._row_wise(routes.QUANTISE[0], {"x": x, "y": y}, width * rows, m, {"WIDTH": width, "ROWS": rows})
 
     def add_norm(self, x: AnyBuffer, weight: Bindable, y: AnyBuffer, width: int, eps: float, m: int) -> Dispatch:
         """y += x / rms(x) * weight, row by row."""

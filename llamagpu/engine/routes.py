@@ -100,6 +100,21 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLinear:
+    """A linear for each expert that a token has chosen."""
+
+    linear: Linear  # of one expert; m: tokens
+    experts: int
+    used: int  # by a token
+    grouped: bool = False  # the choices are grouped by expert
+
+    @property
+    def tiles(self) -> int:
+        """The most tiles that group_experts makes of the choices."""
+        return expert_tiles(self.linear.m, self.used, self.experts)
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """y[m, heads, head_dim] = softmax(q K^T) V over a KV cache."""
 
@@ -229,8 +244,31 @@ def workgroup_per_pair_grid(s: Linear, c: Consts, caps: Caps, rows: int, positio
     return x, y, rows
 
 
+def expert_tiles(m: int, used: int, experts: int) -> int:
+    """The most tiles of the choices of m tokens: each expert may leave one that is not full."""
+    return m * used // constants("linear_tile_experts")["TOKENS"] + min(experts, m * used)
+
+
+def choices_grid(s: ExpertLinear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    x, y, _ = row_pair_grid(s.linear, c, caps, rows, position)
+    return x, y, rows * s.used
+
+
+def expert_tiles_grid(s: ExpertLinear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    x, y, _ = row_pair_grid(s.linear, c, caps, rows, position)
+    return x, y, expert_tiles(rows, s.used, s.experts)
+
+
+def row_pairs_by_choice_grid(s: ExpertLinear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    return pairs_by_row_grid(s.linear, c, caps, rows * s.used, position)
+
+
 def row_grid(s: RowWise, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
     return rows, 1, 1
+
+
+def one_workgroup(s: RowWise, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    return 1, 1, 1
 
 
 def value_grid(s: RowWise, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
@@ -522,6 +560,66 @@ LINEAR: Table[Linear] = (
     *(_gemm_route(*tile) for tile in F32_TILES),
     Route("linear_any", lambda s, c: s.inputs is Inputs.F32 and no_extras(s), "-", pairs_by_row_grid, WEIGHT_PARTS),
 )
+
+# Experts: each choice of a token is a linear of its own. From so many tokens on they are grouped by expert.
+GROUPED_EXPERTS = 9
+EXPERT_GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], ...] = (
+    (
+        "int8 results",
+        lambda s, c: s.epilogue.needs_workgroup and c.invocations >= 512,
+        {"WORKGROUP": 512, "LANES": 32, "ROW_PAIRS": 2},
+    ),
+    (
+        "int8 results, small workgroups",
+        lambda s, c: s.epilogue.needs_workgroup,
+        {"WORKGROUP": 256, "LANES": 32, "ROW_PAIRS": 4},
+    ),
+    ("k <= 1024", lambda s, c: no_extras(s) and s.k <= 1024, {"WORKGROUP": 256, "LANES": 32}),
+    ("k > 1024", lambda s, c: no_extras(s), {"WORKGROUP": 256, "LANES": 64}),
+)
+
+
+def _expert_gemv_route(case: str, fits: Callable[[Linear, Caps], bool], consts: Consts) -> Route[ExpertLinear]:
+    needs = f"k % 32 = 0, group % 32 = 0 or 16, {case}"
+
+    def gemv_fits(s: ExpertLinear, c: Caps) -> bool:
+        return block_aligned(s.linear) and fits(s.linear, c)
+
+    return Route("linear_gemv_experts", gemv_fits, needs, choices_grid, DOT_PARTS, consts)
+
+
+EXPERT_LINEAR: Table[ExpertLinear] = (
+    Route(
+        "linear_tile_experts",
+        lambda s, c: s.grouped and block_aligned(s.linear) and no_extras(s.linear),
+        f"m >= {GROUPED_EXPERTS}, k % 32 = 0, group % 32 = 0 or 16",
+        expert_tiles_grid,
+        DOT_PARTS,
+        {"WORKGROUP": 256, "LANES": 32, "TOKENS": 8},
+    ),
+    *(_expert_gemv_route(*shape) for shape in EXPERT_GEMV_SHAPES),
+    Route(
+        "linear_any_experts",
+        lambda s, c: s.linear.inputs is Inputs.F32 and no_extras(s.linear),
+        "-",
+        row_pairs_by_choice_grid,
+        WEIGHT_PARTS,
+    ),
+)
+
+TOP_EXPERTS: Route[RowWise] = Route("top_experts", lambda s, c: True, "experts <= 1024", row_grid)
+
+GROUP_EXPERTS: Route[RowWise] = Route(
+    "group_experts", lambda s, c: True, f"m >= {GROUPED_EXPERTS}, experts <= 1024", one_workgroup
+)
+
+SUM_EXPERTS: Route[RowWise] = Route("sum_experts", lambda s, c: True, "-", value_grid)
+
+
+def groups_experts(m: int) -> bool:
+    """Whether the choices of m tokens are grouped by expert: below that few tokens share one."""
+    return m >= GROUPED_EXPERTS
+
 
 LINEAR_SUM: Route[Linear] = Route(
     "linear_sum", lambda s, c: True, "after splits over k", pairs_by_token_grid, (Role.EPILOGUE,)

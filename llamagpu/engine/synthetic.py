@@ -42,6 +42,9 @@ MINISTRAL = {
     "rope.scaling.yarn_log_multiplier": 1.0,
     "attention.temperature_scale": 0.1,
 }
+QWEN3_EXPERTS = {"expert_count": 128, "expert_used_count": 8, "expert_feed_forward_length": 768}
+OLMO_EXPERTS = {"expert_count": 64, "expert_used_count": 8}
+GRANITE_EXPERTS = {"expert_count": 32, "expert_used_count": 8, "logit_scale": 6.0}
 SHAPES = {
     "llama-3.2-1b": Shape(16, 2048, 8192, 32, 8, 64, 128256, True),
     "llama-3.2-3b": Shape(28, 3072, 8192, 24, 8, 128, 128256, True),
@@ -54,11 +57,16 @@ SHAPES = {
     "qwen3-0.6b": Shape(28, 1024, 3072, 16, 8, 128, 151936, True, 40960, "qwen3"),
     "qwen3-4b": Shape(36, 2560, 9728, 32, 8, 128, 151936, True, 40960, "qwen3"),
     "qwen3-8b": Shape(36, 4096, 12288, 32, 8, 128, 151936, False, 40960, "qwen3"),
+    "qwen3-30b-a3b": Shape(48, 2048, 6144, 32, 4, 128, 151936, False, 40960, "qwen3moe", QWEN3_EXPERTS),
     "smollm3-3b": Shape(36, 2048, 11008, 16, 4, 128, 128256, True, 65536, "smollm3"),
     "granite-3.3-2b": Shape(40, 2048, 8192, 32, 8, 64, 49159, True, 131072, "granite", GRANITE),
+    "granite-3.1-1b-a400m": Shape(
+        24, 1024, 512, 16, 8, 64, 49155, True, 131072, "granitemoe", GRANITE | GRANITE_EXPERTS
+    ),
     "ministral-3-3b": Shape(26, 3072, 9216, 32, 8, 128, 131072, True, 262144, "mistral3", MINISTRAL),
     "phi-4-mini": Shape(32, 3072, 8192, 24, 8, 128, 200064, True, 131072, "phi3", {"rope.dimension_count": 96}),
     "olmo-2-1b": Shape(16, 2048, 8192, 16, 16, 128, 100352, False, 4096, "olmo2"),
+    "olmoe-1b-7b": Shape(16, 2048, 1024, 16, 16, 128, 50304, False, 4096, "olmoe", OLMO_EXPERTS),
     "gemma-2-2b": Shape(26, 2304, 9216, 8, 4, 256, 256000, True, 8192, "gemma2", {"attention.sliding_window": 4096}),
     "gemma-3-1b": Shape(26, 1152, 6912, 4, 1, 256, 262144, True, 32768, "gemma3", {"attention.sliding_window": 512}),
     "gemma-3-4b": Shape(34, 2560, 10240, 8, 4, 256, 262208, True, 131072, "gemma3", {"attention.sliding_window": 1024}),
@@ -130,11 +138,11 @@ def tensor_types(config: ModelConfig, quant: str) -> dict[str, str]:
     c, mix, last = config, MIXES[quant], "token_embd.weight" if config.tied else "output.weight"
 
     def ggml_type(name: str) -> str:
-        if "norm" in name:
+        if "norm" in name or "ffn_gate_inp" in name:
             return "F32"
         if name == last:
             return mix.output
-        special = name.split(".")[2] in ("attn_v", "ffn_down") if name.startswith("blk.") else False
+        special = name.split(".")[2] in ("attn_v", "ffn_down", "ffn_down_exps") if name.startswith("blk.") else False
         layer = int(name.split(".")[1]) if special else 0
         first, final = c.layers // 8, 7 * c.layers // 8
         if special and (layer < first or layer >= final or (layer - first) % 3 == 2):
@@ -143,7 +151,7 @@ def tensor_types(config: ModelConfig, quant: str) -> dict[str, str]:
 
     shapes = tensor_shapes(config)
     return {
-        name: "F32" if len(shape) == 1 else fitting_type(ggml_type(name), shape[1]) for name, shape in shapes.items()
+        name: "F32" if len(shape) == 1 else fitting_type(ggml_type(name), shape[-1]) for name, shape in shapes.items()
     }
 
 

@@ -9,7 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -88,16 +88,26 @@ class MatrixShard:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """W [n, k]: one shard, or several where the layout changes or a binding's limit cuts it."""
+    """W [n, k]: one shard, or several where the layout changes or a binding's limit cuts it.
+
+    Of experts [experts, n, k]: the rows of shards count through all of them, and an expert is in one shard.
+    """
 
     n: int
     k: int
     shards: tuple[MatrixShard, ...]
     bias: AnyBuffer | None = None  # [n] f32
+    experts: int = 1
+    used: int = 1  # experts that a token uses
 
     @property
     def nbytes(self) -> int:
         return sum(nbytes(binding) for shard in self.shards for binding in shard.bindings.values())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token reads."""
+        return self.nbytes * self.used // self.experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +121,7 @@ class Layer:
     post_attention_norm: Bindable | None = None
     post_ffw_norm: Bindable | None = None
     qk_norm: Bindable | None = None  # of queries, then of keys
+    router: Matrix | None = None  # whose results choose the experts
 
     @property
     def norms(self) -> tuple[Bindable, ...]:
@@ -120,7 +131,8 @@ class Layer:
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        return self.qkv, self.attn_output, *self.gate_up, self.ffn_down
+        router = () if self.router is None else (self.router,)
+        return self.qkv, self.attn_output, *self.gate_up, self.ffn_down, *router
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +155,7 @@ class Weights:
     @property
     def token_bytes(self) -> int:
         """Bytes of weights that one decoded token reads."""
-        return sum(matrix.nbytes for layer in self.layers for matrix in layer.matrices) + self.output.nbytes
+        return sum(matrix.token_bytes for layer in self.layers for matrix in layer.matrices) + self.output.nbytes
 
 
 # The layout on the device
@@ -191,13 +203,14 @@ class WeightTarget:
         return words, expand_scales(matrix).astype(np.float32 if wanted.scale_bits == 32 else np.float16)
 
 
-def shard_rows(layout: Layout, n: int, caps: Caps) -> list[int]:
-    """Cut n rows of a device layout so that each shard fits a binding, or a texture."""
+def shard_rows(layout: Layout, n: int, caps: Caps, expert_rows: int = 1) -> list[int]:
+    """Cut n rows of a device layout so that each shard fits a binding, or a texture, and no expert is cut."""
     if layout.storage.startswith("texture"):
         most = TEXTURE_ROWS * caps.texture_side
     else:
         fitting = caps.binding_bytes // layout.row_bytes  # the scales of a row take no more
         most = max(2, fitting // 64 * 64 or fitting // 2 * 2)  # whole int8 blocks of gate/up pairs, or at least pairs
+        most = max(expert_rows, fitting // expert_rows * expert_rows) if expert_rows > 1 else most
     return [min(most, n - start) for start in range(0, n, most)]
 
 
@@ -214,7 +227,8 @@ def allocate_weights(
     slabs = Slabs(gpu, *slab_groups(sources, config, gpu, target)) if in_slabs else Slabs(gpu)
     found: dict[str, Matrix] = {}
     for source in sources:
-        found[source.label] = allocate_matrix(source, gpu, target, slabs)
+        matrix = allocate_matrix(source, gpu, target, slabs)
+        found[source.label] = replace(matrix, used=config.experts_used) if source.experts > 1 else matrix
     norms: dict[str, Bindable] = {}
     for name, width in norm_widths(config).items():
         if target.backend is Backend.TEXTURES:
@@ -229,6 +243,7 @@ def allocate_weights(
                 found[f"blk.{i}.{name}"] for name in ("gate_up", "ffn_gate", "ffn_up") if f"blk.{i}.{name}" in found
             ),
             ffn_down=found[f"blk.{i}.ffn_down"],
+            router=found.get(f"blk.{i}.ffn_gate_inp"),
             **{label.split(".")[2]: norm for label, norm in norms.items() if layer_of(label) == i},
         )
         for i in range(config.layers)
@@ -242,7 +257,7 @@ def allocate_matrix(source: MatrixSource, gpu: Gpu, target: WeightTarget, slabs:
     row0, label, layer = 0, source.label, source.layer
     for stored, rows in source.rows:
         layout = target.layout(stored)
-        for n in shard_rows(layout, rows, gpu.caps):
+        for n in shard_rows(layout, rows, gpu.caps, source.n // source.experts if source.experts > 1 else 1):
             words: Bindable
             scales = None
             if target.backend is Backend.TEXTURES:
@@ -254,7 +269,7 @@ def allocate_matrix(source: MatrixSource, gpu: Gpu, target: WeightTarget, slabs:
             shards.append(MatrixShard(row0, n, layout, words, scales))
             row0 += n
     bias = slabs.alloc(4 * row0, f"{label}.bias", layer) if source.has_bias else None
-    return Matrix(row0, shards[0].k, tuple(shards), bias)
+    return Matrix(row0 // source.experts, shards[0].k, tuple(shards), bias, source.experts)
 
 
 def slab_groups(

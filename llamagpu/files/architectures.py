@@ -25,6 +25,14 @@ class Activation(StrEnum):
     GELU = "gelu"  # the tanh approximation
 
 
+class Experts(StrEnum):
+    """Whether the feed forward is a mixture of experts, and what the weights of those that a token uses are."""
+
+    NONE = "none"
+    SHARE = "share"  # their probabilities among all experts
+    WHOLE = "whole"  # these divided by their sum
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     name: str  # general.architecture, and the prefix of the metadata keys
@@ -44,6 +52,7 @@ class Architecture:
     norm_shift: int = 0  # Hugging Face stores norm weights less this
     activation: Activation = Activation.SILU
     fused_tensors: bool = False  # attn_qkv is q | k | v, ffn_up is gate | up
+    experts: Experts = Experts.NONE
     embedding_root: bool = False  # embeddings are multiplied by the square root of their width
     scales: bool = False  # embedding, residual, attention and logit scale in the metadata
     attn_soft_cap: float = 0.0  # scores s become c tanh(s / c), unless the file has another c; 0: they do not
@@ -75,8 +84,23 @@ ARCHITECTURES = {
         ),
         Architecture("qwen2", models="Qwen2, Qwen2.5", hf_types=("qwen2",), neox=True),
         Architecture("qwen3", models="Qwen3", hf_types=("qwen3",), neox=True, qk_norm=QkNorm.HEAD),
+        Architecture(
+            "qwen3moe",
+            models="Qwen3 with experts",
+            hf_types=("qwen3_moe",),
+            neox=True,
+            qk_norm=QkNorm.HEAD,
+            experts=Experts.WHOLE,
+        ),
         Architecture("smollm3", models="SmolLM3", hf_types=("smollm3",), unrotated_period=4),
         Architecture("granite", models="Granite 3 and 4 without experts", hf_types=("granite",), scales=True),
+        Architecture(
+            "granitemoe",
+            models="Granite 3 with experts",
+            hf_types=("granitemoe",),
+            scales=True,
+            experts=Experts.WHOLE,
+        ),
         Architecture(
             "mistral3", models="Ministral 3, Mistral Small 3", hf_types=("ministral3", "mistral3"), temperature=True
         ),
@@ -99,6 +123,14 @@ ARCHITECTURES = {
             qk_norm=QkNorm.ROW,
             norms_before=False,
             norms_after=True,
+        ),
+        Architecture(
+            "olmoe",
+            models="OLMoE",
+            hf_types=("olmoe",),
+            neox=True,
+            qk_norm=QkNorm.ROW,
+            experts=Experts.SHARE,
         ),
         Architecture(
             "gemma2",

@@ -19,10 +19,13 @@ from llamagpu.files.architectures import (
     REMEDY_ARCHITECTURE,
     Activation,
     Architecture,
+    Experts,
     QkNorm,
 )
 from llamagpu.files.gguf_file import BLOCKS, REMEDY_REFETCH, RawTensor, shown, unsupported_type
 
+MAX_EXPERTS = 1024  # whose logits fit into the workgroup memory that every adapter has
+MAX_EXPERTS_USED = 16  # so that a dimension of a grid counts those of the rows of any step
 TABLE_ROWS = 4096  # positions that rope_table computes at once: keeps its float64 scratch at 8 MB for head_dim 128
 
 
@@ -51,7 +54,7 @@ class ModelConfig:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn_dim: int
+    ffn_dim: int  # of one expert, where there are experts
     vocab: int  # rows of the embedding table; the tokenizer may have fewer
     context: int  # trained context length
     rope_theta: float
@@ -80,6 +83,9 @@ class ModelConfig:
     logit_scale: float = 1.0
     attn_soft_cap: float = 0.0  # scores s become c tanh(s / c); 0: they do not
     logit_soft_cap: float = 0.0
+    experts: int = 0  # matrices of the feed forward in a layer; 0: one, and no router
+    experts_used: int = 1  # by a token
+    whole_weights: bool = False  # the weights of the experts that a token uses add up to 1
     temperature: float = 0.0  # queries times 1 + temperature * ln(1 + position // rope_orig_context)
 
     # The residual stream is stored in a unit of its own, which norms do not see: so its scales cost nothing. Norms
@@ -138,6 +144,17 @@ class ModelConfig:
         return self.kv_heads * self.head_dim
 
     @property
+    def hidden_width(self) -> int:
+        """Values between the matrices of the feed forward of one token."""
+        return self.ffn_dim * self.experts_used
+
+    @property
+    def widest(self) -> int:
+        """The most values that a token has between two kernels."""
+        branches = self.dim * self.experts_used
+        return max(branches, self.q_width, self.hidden_width)
+
+    @property
     def heads_per_kv(self) -> int:
         """Query heads that share one KV head."""
         return self.heads // self.kv_heads
@@ -167,7 +184,7 @@ class ModelConfig:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            ffn_dim=keys.integer("feed_forward_length", 1 << 24),
+            ffn_dim=_ffn_dim(keys, record),
             vocab=_vocab(metadata, tensors, dim),
             context=context,
             rope_theta=theta,
@@ -191,6 +208,7 @@ class ModelConfig:
             norms_after=record.norms_after,
             activation=record.activation,
             fused_tensors=record.fused_tensors,
+            **_experts(keys, record),
             **_scales(keys, record, dim),
         )
 
@@ -207,7 +225,7 @@ class _Keys:
         if self.arch not in ARCHITECTURES:
             raise Unsupported(f"architecture {shown(self.arch)} is not supported", REMEDY_ARCHITECTURE)
         experts = self.integer("expert_count", 1 << 32, default=0, least=0)
-        if experts:
+        if experts and ARCHITECTURES[arch].experts is Experts.NONE:
             raise Unsupported(f"a mixture of {experts} experts ({self.arch}) is not supported", REMEDY_ARCHITECTURE)
 
     def name(self) -> str:
@@ -252,6 +270,24 @@ def _head_dim(keys: _Keys, dim: int, heads: int) -> int:
     if values != head_dim:
         raise Unsupported(f"values of {values} beside keys of {head_dim} dimensions", REMEDY_ARCHITECTURE)
     return head_dim
+
+
+def _ffn_dim(keys: _Keys, record: Architecture) -> int:
+    """Some files have the width of an expert in a key of its own."""
+    ffn_dim = keys.integer("feed_forward_length", 1 << 24)
+    if record.experts is Experts.NONE:
+        return ffn_dim
+    return keys.integer("expert_feed_forward_length", 1 << 24, default=ffn_dim)
+
+
+def _experts(keys: _Keys, record: Architecture) -> dict[str, Any]:
+    if record.experts is Experts.NONE:
+        return {}
+    if keys.integer("expert_shared_feed_forward_length", 1 << 24, default=0, least=0):
+        raise Unsupported(f"a {keys.arch} model with a shared expert is not supported", REMEDY_ARCHITECTURE)
+    experts = keys.integer("expert_count", MAX_EXPERTS)
+    used = keys.integer("expert_used_count", min(experts, MAX_EXPERTS_USED))
+    return {"experts": experts, "experts_used": used, "whole_weights": record.experts is Experts.WHOLE}
 
 
 def _rope_scaling(keys: _Keys) -> tuple[str, float]:
@@ -302,7 +338,7 @@ def _window_pattern(keys: _Keys, period: int, layers: int) -> list[bool]:
     return [not pattern or i % pattern < pattern - 1 for i in range(layers)]
 
 
-def _scales(keys: _Keys, record: Architecture, dim: int) -> dict[str, float]:
+def _scales(keys: _Keys, record: Architecture, dim: int) -> dict[str, Any]:
     """Scales, soft caps and attention temperature; 0 in a file means none."""
 
     def positive(key: str, default: float) -> float:
@@ -350,17 +386,27 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if c.qk_norm is not QkNorm.NONE:
         block |= {name: (width,) for name, width in zip(QK_NORMS, c.qk_norm_widths, strict=True)}
     if c.fused_tensors:
-        block |= {"attn_qkv": (q + 2 * kv, c.dim), "ffn_up": (2 * c.ffn_dim, c.dim)}
+        block |= {"attn_qkv": (q + 2 * kv, c.dim)}
     else:
         block |= {"attn_q": (q, c.dim), "attn_k": (kv, c.dim), "attn_v": (kv, c.dim)}
-        block |= {"ffn_gate": (c.ffn_dim, c.dim), "ffn_up": (c.ffn_dim, c.dim)}
-    block |= {"attn_output": (c.dim, q), "ffn_down": (c.dim, c.ffn_dim)}
+    block |= {"attn_output": (c.dim, q)} | _feed_forward_shapes(c)
     return {
         "token_embd.weight": (c.vocab, c.dim),
         **{f"blk.{i}.{name}.weight": shape for i in range(c.layers) for name, shape in block.items()},
         "output_norm.weight": (c.dim,),
         **({} if c.tied else {"output.weight": (c.vocab, c.dim)}),
     }
+
+
+def _feed_forward_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    c = config
+    if c.experts:
+        inside, out = (c.experts, c.ffn_dim, c.dim), (c.experts, c.dim, c.ffn_dim)
+        shapes = {"ffn_gate_inp": (c.experts, c.dim), "ffn_gate_exps": inside, "ffn_up_exps": inside}
+        return {**shapes, "ffn_down_exps": out}
+    if c.fused_tensors:
+        return {"ffn_up": (2 * c.ffn_dim, c.dim), "ffn_down": (c.dim, c.ffn_dim)}
+    return {"ffn_gate": (c.ffn_dim, c.dim), "ffn_up": (c.ffn_dim, c.dim), "ffn_down": (c.dim, c.ffn_dim)}
 
 
 # Divisors of the frequencies of RoPE: llama3 scaling, longrope within the original context and beyond it.

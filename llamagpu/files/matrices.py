@@ -5,8 +5,9 @@ larger dispatches.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ class MatrixSource:
     rows: tuple[Rows, ...]
     has_bias: bool
     load: Callable[[], LoadedMatrix]  # gives matrices of these rows and layouts
+    experts: int = 1  # matrices of as many rows each, one after another
 
     @property
     def n(self) -> int:
@@ -87,15 +89,25 @@ def matrix_sources(tensors: Tensors, config: ModelConfig, pack: Pack = repack) -
     for i in range(config.layers):
         found.append(_qkv(tensors, config, i, pack))
         found.append(_single(tensors, f"blk.{i}.attn_output", pack))
-        gate, up = f"blk.{i}.ffn_gate", f"blk.{i}.ffn_up"
-        if tensors[f"{gate}.weight"].ggml_type == tensors[f"{up}.weight"].ggml_type:
-            found.append(_gate_up(tensors, i, gate, up, pack))
-        else:
-            found += [_single(tensors, gate, pack), _single(tensors, up, pack)]
-        found.append(_single(tensors, f"blk.{i}.ffn_down", pack))
+        found += _feed_forward(tensors, config, i, pack)
     if not config.tied:
         found.append(_single(tensors, "output", pack))
     return found
+
+
+def _feed_forward(tensors: Tensors, config: ModelConfig, i: int, pack: Pack) -> list[MatrixSource]:
+    """In the order of Layer.matrices: gate and up, down, and the router of experts."""
+    experts, stacked = config.experts or 1, "_exps" * bool(config.experts)
+    gate, up, down = (f"blk.{i}.ffn_{name}{stacked}" for name in ("gate", "up", "down"))
+    if tensors[f"{gate}.weight"].ggml_type == tensors[f"{up}.weight"].ggml_type:
+        found = [_gate_up(tensors, i, gate, up, pack)]
+    else:
+        found = [_single(tensors, gate, pack), _single(tensors, up, pack)]
+    found = [
+        replace(source, label=source.label.removesuffix(stacked), experts=experts)
+        for source in (*found, _single(tensors, down, pack))
+    ]
+    return [*found, _single(tensors, f"blk.{i}.ffn_gate_inp", pack)] if config.experts else found
 
 
 def split_fused(tensors: Tensors, config: ModelConfig) -> Tensors:
@@ -123,7 +135,8 @@ def _take(tensor: RawTensor, start: int, count: int, name: str) -> RawTensor:
 
 
 def _rows(tensor: RawTensor) -> Rows:
-    return layout_of(tensor.ggml_type, tensor.shape[1]), tensor.shape[0]
+    """Of all experts, where there are some."""
+    return layout_of(tensor.ggml_type, tensor.shape[-1]), prod(tensor.shape[:-1])
 
 
 def _bias(tensors: Tensors, name: str) -> NDArray[np.float32] | None:

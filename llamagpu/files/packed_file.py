@@ -7,6 +7,7 @@ metadata. `llamagpu convert --to packed` writes such a file (convert/packed_writ
 import json
 import mmap
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -25,6 +26,7 @@ from llamagpu.files.storage import SUPER_BLOCK, Layout, PackedMatrix, Storage
 FORMAT = "llamagpu packed 2"
 READS = (FORMAT, "llamagpu packed 1")  # the first version stored the scales of K-quants as f32
 STORAGES = {"U8": (Storage.Q4, Storage.Q6), "I8": (Storage.Q8,), "F16": (Storage.F16,)}  # by the type of the words
+STACKED = ("gate_up", "ffn_gate", "ffn_up", "ffn_down")  # the matrices that every expert has
 SCALE_BITS = {"F32": 32, "F16": 16, "I8": 8, "U8": 8}
 
 
@@ -79,19 +81,25 @@ class PackedFile:
 
     def matrix_sources(self, config: ModelConfig) -> list[MatrixSource]:
         """Every matrix in the order of use."""
-        c = config
+        c, experts = config, config.experts or 1
         shapes = {"token_embd": (c.vocab, c.dim)}
         for i in range(c.layers):
             shapes[f"blk.{i}.qkv"] = c.q_width + 2 * c.kv_width, c.dim
             shapes[f"blk.{i}.attn_output"] = c.dim, c.q_width
+            inside = experts * c.ffn_dim
             if f"blk.{i}.gate_up.0.words" in self.arrays:
-                shapes[f"blk.{i}.gate_up"] = 2 * c.ffn_dim, c.dim
+                shapes[f"blk.{i}.gate_up"] = 2 * inside, c.dim
             else:
-                shapes[f"blk.{i}.ffn_gate"] = shapes[f"blk.{i}.ffn_up"] = c.ffn_dim, c.dim
-            shapes[f"blk.{i}.ffn_down"] = c.dim, c.ffn_dim
+                shapes[f"blk.{i}.ffn_gate"] = shapes[f"blk.{i}.ffn_up"] = inside, c.dim
+            shapes[f"blk.{i}.ffn_down"] = experts * c.dim, c.ffn_dim
+            if c.experts:
+                shapes[f"blk.{i}.ffn_gate_inp"] = c.experts, c.dim
         if not c.tied:
             shapes["output"] = c.vocab, c.dim
-        return [self._source(label, n, k) for label, (n, k) in shapes.items()]
+        return [
+            replace(self._source(label, n, k), experts=experts if label.endswith(STACKED) else 1)
+            for label, (n, k) in shapes.items()
+        ]
 
     def _source(self, label: str, n: int, k: int) -> MatrixSource:
         names: list[str] = []

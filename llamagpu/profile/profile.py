@@ -13,7 +13,7 @@ from llamagpu.engine.decode import decode_steps
 from llamagpu.engine.engine import Engine
 from llamagpu.engine.model import BufferModel
 from llamagpu.engine.options import KvType, Precision
-from llamagpu.engine.routes import Attention, Inputs, Linear, Prologue, RowWise
+from llamagpu.engine.routes import Attention, ExpertLinear, Inputs, Linear, Prologue, RowWise
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import Segment
 from llamagpu.errors import LlamaGpuError
@@ -226,6 +226,9 @@ def work(dispatch: Dispatch, rows: int, position: int, kv_type: KvType) -> tuple
     shape, consts = dispatch.shape, dispatch.consts
     if isinstance(shape, Linear):
         return linear_work(dispatch, shape, 1 if shape.m == 1 else rows)
+    if isinstance(shape, ExpertLinear):
+        choices = shape.used * (1 if shape.linear.m == 1 else rows)
+        return linear_work(dispatch, shape.linear, choices, min(1.0, choices / shape.experts))
     if isinstance(shape, Attention):
         return attention_work(dispatch.kernel, shape, rows, position, kv_type)
     if isinstance(shape, RowWise):
@@ -234,8 +237,9 @@ def work(dispatch: Dispatch, rows: int, position: int, kv_type: KvType) -> tuple
     return 0.0, 8.0 * consts.get("CANDIDATES", 0) + 4.0 * consts.get("VOCAB", 0)  # sampling
 
 
-def linear_work(dispatch: Dispatch, shape: Linear, rows: int) -> tuple[float, float]:
-    weights = sum(nbytes(dispatch.bindings[name]) for name in ("w", "scales") if name in dispatch.bindings)
+def linear_work(dispatch: Dispatch, shape: Linear, rows: int, share: float = 1.0) -> tuple[float, float]:
+    """`share`: of the weights that are read."""
+    weights = share * sum(nbytes(dispatch.bindings[name]) for name in ("w", "scales") if name in dispatch.bindings)
     if dispatch.op == "embedding":  # looks up a row of the matrix for each token
         return 0.0, rows * (weights / shape.n + 4 * shape.k)
     int8 = shape.inputs is Inputs.INT8 and shape.prologue is Prologue.NONE  # a prologue reads f32

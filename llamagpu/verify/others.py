@@ -19,6 +19,7 @@ from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Recorder
 from llamagpu.gpu.shaders import constants
 from llamagpu.verify.architecture_kernels import architecture_cases
+from llamagpu.verify.expert_kernels import expert_cases
 from llamagpu.verify.kernels import Q4_WEIGHT, norm_data
 from llamagpu.verify.reference import (
     COPIED,
@@ -54,6 +55,7 @@ def other_cases(gpu: Gpu) -> Iterator[Case]:
     yield Case("quantise_int8", "width 576, m 5", partial(quantise, gpu), REQUANTISED)
     yield Case("silu_mul", "width 129, m 5", partial(silu_mul, gpu))
     yield from architecture_cases(gpu)
+    yield from expert_cases(gpu)
     yield Case("mask_logits", "vocab 3000", partial(mask_logits, gpu), COPIED)
     yield Case("top_logprobs", "4 of 3000", partial(top_logprobs, gpu))
     yield Case("argmax", "vocab 3000", partial(argmax, gpu), COPIED)
