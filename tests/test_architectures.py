@@ -64,7 +64,7 @@ class Tiny:
         return {"general.architecture": self.arch, "general.name": "tiny", **keys, **vocabulary()}
 
     def write(self, path: Path, matrix_type: str = "F32") -> Path:
-        """With the same numbers in each type, F32 or Q8_0."""
+        """With the same numbers in each type, F32 or Q8_0; MXFP4: other ones for experts, the rest is Q8_0."""
         metadata, rng = self.metadata(), np.random.default_rng(1)
         outside = {"token_embd.weight": (VOCAB, self.dim)} | {name: () for name in self.factors}
         outside |= {} if self.tied else {"output.weight": (VOCAB, self.dim)}
@@ -73,7 +73,10 @@ class Tiny:
         tensors: Tensors = {}
         for name, shape in shapes.items():
             values = np.array(self.factors[name]) if name in self.factors else random_values(shape, rng)
-            if matrix_type == "Q8_0" and len(shape) > 1 and "ffn_gate_inp" not in name:
+            quantised = len(shape) > 1 and "ffn_gate_inp" not in name and not name.endswith(".bias")
+            if matrix_type == "MXFP4" and len(shape) == 3:
+                tensors[name] = ("MXFP4", shape, mxfp4_blocks(values.size // 32, rng).tobytes())
+            elif matrix_type != "F32" and quantised:
                 tensors[name] = ("Q8_0", shape, q8_blocks(values).tobytes())
             else:
                 tensors[name] = ("F32", shape, values.astype("<f4").tobytes())
@@ -120,6 +123,12 @@ def q8_blocks(values: np.ndarray) -> np.ndarray:
     return blocks
 
 
+def mxfp4_blocks(count: int, rng: np.random.Generator) -> np.ndarray:
+    blocks = rng.integers(0, 256, (count, 17), np.uint8)
+    blocks[:, 0] = rng.integers(122, 125, count)  # the exponent of a scale of 2^-6 to 2^-4
+    return blocks
+
+
 RAGGED = dict(dim=72, heads=3, kv_heads=3, head_dim=18, ffn=100, tied=False)  # no GQA, no width in whole blocks
 EXPERTS = {"expert_count": 6, "expert_used_count": 3}
 GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.015625, "logit_scale": 8.0}
@@ -138,6 +147,8 @@ YARN = {
     "rope.scaling.yarn_beta_slow": 1.0,
     "rope.scaling.yarn_log_multiplier": 1.0,
 }
+GPT_OSS = EXPERTS | YARN | {"expert_feed_forward_length": 96, "attention.sliding_window": 7}
+GPT_OSS["rope.scaling.yarn_log_multiplier"] = None
 SHORT, LONG = [1.0 + i / 24 for i in range(24)], [1.0 + i / 2 for i in range(24)]
 OLMO_3 = YARN | {"rope.scaling.yarn_log_multiplier": None, "attention.sliding_window": 7}
 MINISTRAL = {
@@ -245,6 +256,8 @@ MODELS: dict[str, Tiny] = {
             },
         },
     ),
+    "gpt-oss": Tiny("gpt-oss", GPT_OSS, tied=False),
+    "gpt-oss, ragged": Tiny("gpt-oss", GPT_OSS | {"expert_feed_forward_length": 100}, **RAGGED),
     "gemma2, ragged": Tiny("gemma2", {"attention.sliding_window": 7}, **RAGGED | {"tied": True}),
 }
 
@@ -317,6 +330,11 @@ def test_logits_in_int8(gpu: Any, expected: Any, name: str) -> None:
     run = load_one(gpu, path, precision=Precision.FAST)
     assert run.model.int8_decode and run.model.int8_prefill
     check(run, want, LARGEST_NMSE[Precision.FAST])
+
+
+def test_mxfp4_experts(gpu: Any, expected: Any) -> None:
+    path, want = expected("gpt-oss", "MXFP4")
+    check(load_one(gpu, path, precision=Precision.FAST), want, LARGEST_NMSE[Precision.FAST])
 
 
 def test_experts_in_shards(gpu: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

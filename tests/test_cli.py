@@ -918,6 +918,7 @@ def test_model_that_does_not_run_yet(run, monkeypatch):
         result = run(*args)
         assert result.code == 4 and not result.out and result.err.startswith("error: new has the architecture mamba")
     assert b"not yet" in run("models", "info", "new").out
+    monkeypatch.setitem(CATALOGUE, "gpt-oss-20b", replace(CATALOGUE["gpt-oss-20b"], architecture="mamba"))
     assert "\n       try gemma-3-12b; " in run("generate", "-m", "gpt-oss-20b", "-p", "x").err
 
 

@@ -6,6 +6,7 @@ from reference import assert_close
 
 from llamagpu.engine import routes
 from llamagpu.engine.routes import Inputs
+from llamagpu.files.architectures import Activation
 from llamagpu.files.storage import Storage
 from llamagpu.verify import expert_kernels as experts
 from llamagpu.verify.reference import COPIED, F32, REQUANTISED, Weight, fits
@@ -38,11 +39,12 @@ def test_expert_linear(gpu, route, weight, inputs):
                 assert_close(got, want, *F32, f"{m} rows, own_inputs={own_inputs}")
 
 
+@pytest.mark.parametrize("activation", list(Activation))
 @pytest.mark.parametrize("route", INT8_RESULTS, ids=lambda route: str(route.consts["WORKGROUP"]))
-def test_int8_results(gpu, route):
+def test_int8_results(gpu, route, activation):
     if route.consts["WORKGROUP"] > gpu.caps.invocations:
         pytest.skip("the adapter has smaller workgroups")
-    assert_close(*experts.hidden(gpu, route, 3), *REQUANTISED)
+    assert_close(*experts.hidden(gpu, route, 3, activation), *REQUANTISED)
 
 
 @covers("top_experts")

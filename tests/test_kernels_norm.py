@@ -11,7 +11,8 @@ from llamagpu.engine import baselines, routes
 from llamagpu.engine.ops import Ops, Splits
 from llamagpu.engine.routes import RowWise
 from llamagpu.files.architectures import Activation
-from llamagpu.verify.reference import F32, INT8_BLOCK, fits, random, read_blocks, rms_norm, silu
+from llamagpu.verify.architecture_kernels import gated
+from llamagpu.verify.reference import F32, INT8_BLOCK, fits, random, read_blocks, rms_norm
 
 
 @dataclass(frozen=True)
@@ -131,17 +132,13 @@ def test_quantise_int8(any_gpu, monkeypatch, width):
         assert (got[m:].view(np.float32) == GUARD).all()
 
 
-def gelu(x):
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-
-@covers("silu_mul", "gelu_mul")
+@covers("silu_mul", "gelu_mul", "swiglu_oai_mul")
 @pytest.mark.parametrize("activation", list(Activation))
 def test_gate_mul(any_gpu, monkeypatch, activation):
     gpu, width, most = any_gpu, 129, 41
     gate, up = random("silu").standard_normal((2, most, width)).astype(np.float32) * 3
     gate[0, :6] = [-1000.0, 1000.0, -100.0, 100.0, 0.0, -0.0]  # exp overflows; silu and gelu do not
-    want = (silu if activation is Activation.SILU else gelu)(gate.astype(np.float64)) * up
+    want = gated(gate.astype(np.float64), up.astype(np.float64), activation)
     y, ups, step = gpu.zeros(gate.nbytes, "y"), gpu.upload(up, "up"), Steps(gpu)
     make = Ops(gpu, step.buffer)
     for m, workgroups in FOLDS:

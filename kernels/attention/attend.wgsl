@@ -1,7 +1,7 @@
 // y[m, HEADS, HEAD_DIM] = softmax(q K^T) V over the KV cache, causal; online softmax in f32, no score matrix.
 // One workgroup per (token, head), 64 positions at a time. An invocation computes the score of one position, then sums
 // four head dimensions of the values, so that neighbours read V along head_dim, 16 bytes (f32) or 8 bytes (f16) each.
-// Needs HEAD_DIM % 4 == 0, HEAD_DIM <= 256 and WORKGROUP = PAGE: 64 positions are one page. Parts: f16, kv4_*, pages.
+// Needs HEAD_DIM % 4 == 0, HEAD_DIM <= 256 and WORKGROUP = PAGE: 64 positions are one page. Parts: f16, kv4_*, pages, sinks*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -32,8 +32,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let out = (token * HEADS + head) * HEAD_VEC4;
   for (var i = index; i < HEAD_VEC4; i += WORKGROUP) { q[i] = x[out + i] * SCALE; }
   workgroupBarrier();
-  var top = -1e30;
-  var sum = 0.0;
+  var top = sink(head);
+  var sum = SINK_TOTAL;
   var acc = vec4<f32>();
   for (var p0 = begin / PAGE * PAGE; p0 < end; p0 += PAGE) {
     let page = base + cell_of(row.slot, p0);

@@ -2,7 +2,7 @@
 // One invocation per (token, head), grid folded over x and y. Online softmax; y is accumulated in memory.
 // Needs HEAD_DIM even and capacity * HEAD_DIM % 4 == 0. llvmpipe ends the loops of an invocation after 65,535
 // iterations: there positions * HEAD_DIM must stay below that.
-// Parts: f16, kv4_*, pages.
+// Parts: f16, kv4_*, pages, sinks*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -27,8 +27,8 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) w
   let begin = select(0u, end - min(WINDOW, end), WINDOW > 0u);
   let base = head / (HEADS / KV_HEADS) * step.capacity;
   let q0 = query * HEAD_VEC2;
-  var top = -1e30;
-  var sum = 0.0;
+  var top = sink(head);
+  var sum = SINK_TOTAL;
   for (var d = 0u; d < HEAD_VEC2; d++) { y[q0 + d] = vec2<f32>(); }
   for (var p = begin; p < end; p++) {
     let k0 = (base + cell_of(row.slot, p)) * HEAD_VEC2;

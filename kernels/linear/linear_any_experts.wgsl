@@ -1,6 +1,6 @@
 // y[m, USED, N] = x @ W[expert, N, K]^T for the experts of each token, for every shape: the slow, simple fallback.
 // One invocation computes two rows of one choice, token * USED + rank. The grid is folded over x and y; z is the choice.
-// Experts of other shards are left out. Needs nothing. Parts: f16, (scales,) weight_*, epilogue_* (without a workgroup epilogue).
+// Experts of other shards are left out. Needs nothing. Parts: f16, (scales,) weight_*, expert_bias, epilogue_* (without a workgroup epilogue).
 const K: u32 = 32u;
 const N: u32 = 2u;
 const USED: u32 = 2u;
@@ -20,5 +20,5 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) w
   let input_row = select(id.z / USED, id.z, OWN_INPUTS);
   var sum = vec2<f32>();
   for (var k = 0u; k < K; k++) { sum += x[input_row * K + k] * vec2<f32>(weight(first, k), weight(second, k)); }
-  epilogue(id.z, row, sum);
+  epilogue(id.z, row, sum + expert_bias(expert, row));
 }

@@ -2,7 +2,7 @@
 // As linear_gemv: LANES invocations share ROW_PAIRS row pairs and split K by blocks of 32. The grid is folded over x and
 // y; z is the choice. Experts of other shards are left out.
 // Needs K % 32 == 0 (q6: 64), GROUP % 32 == 0 or GROUP == 16.
-// Parts: f16, (scales, planes_*,) inputs_*, dot_*, epilogue_*, reduce_*.
+// Parts: f16, (scales, planes_*,) inputs_*, dot_*, expert_bias, epilogue_*, reduce_*.
 const K: u32 = 32u;
 const N: u32 = 2u;
 const USED: u32 = 2u;
@@ -48,6 +48,6 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     s2 = sum_lanes(s2, index); sum = select(sum, s2, lane == 2u);
     s3 = sum_lanes(s3, index); sum = select(sum, s3, lane == 3u);
   }
-  if (lane < ROW_PAIRS) { epilogue(choice, row + 2u * lane, sum); }  // lane i stores row pair i
+  if (lane < ROW_PAIRS) { epilogue(choice, row + 2u * lane, sum + expert_bias(expert, row + 2u * lane)); }  // lane i stores row pair i
   workgroup_epilogue(workgroup_index, choice, index);
 }

@@ -3,7 +3,7 @@
 // LANES invocations share a row pair and split K by blocks of 32. The grid is folded over x and y; z is the tile.
 // Experts of other shards are left out. Sums have names: an array that a loop indexes may be kept in memory.
 // Needs TOKENS == 8, K % 32 == 0 (q6: 64), GROUP % 32 == 0 or GROUP == 16.
-// Parts: f16, (scales, planes_*,) inputs_*, dot_*, epilogue_* (without a workgroup epilogue), reduce_*.
+// Parts: f16, (scales, planes_*,) inputs_*, dot_*, expert_bias, epilogue_* (without a workgroup epilogue), reduce_*.
 const K: u32 = 32u;
 const N: u32 = 2u;
 const USED: u32 = 2u;
@@ -60,6 +60,6 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   sum_each(&sums, index);
   for (var i = 0u; i < HELD; i++) {
     let token = lane * HELD + i;
-    if (token < count) { epilogue(choice_at(tile, token), row, sums[i]); }
+    if (token < count) { epilogue(choice_at(tile, token), row, sums[i] + expert_bias(expert, row)); }
   }
 }

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import product
 
@@ -478,6 +478,7 @@ class BufferModel(Model):
         quantises = int8 and kernel in routes.QUANTISING_ATTENTION
         out = self.partial if splits > 1 else h if quantises else self.h
         buffers = AttentionBuffers(self.q, cache.keys, cache.values, out, self.stats, self.int8_kv, self.kv_rows)
+        buffers = replace(buffers, sinks=layer.attn_sinks)
         mode = AttentionMode(self.cache.kv_type, int8, self.stores_own_row(m))
         attention = tagged(self.ops.attend(shape, buffers, mode), "attention", i)
         if splits > 1 and int8 and m == 1 and routes.merge_in_linear(c.q_width, splits):

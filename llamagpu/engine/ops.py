@@ -75,6 +75,7 @@ class AttentionBuffers:
     stats: AnyBuffer | None = None  # [m, heads, splits] (top, total): softmax statistics of splits
     int8_kv: AnyBuffer | None = None  # keys and values that quantise_kv leaves for attend_int8
     kv_rows: AnyBuffer | None = None  # of the step, where the KV cache is q8_0: see QkvBuffers
+    sinks: Bindable | None = None  # [heads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +134,23 @@ def sum_to(y: AnyBuffer, residual: AnyBuffer, matrix: Matrix, layer_offset: int 
     return Output(Epilogue.SUM, {"y": y, "residual": residual}, consts | _bias(matrix))
 
 
+# By activation: to f32, to int8 blocks, and where gate and up are two matrices
+GATED = {
+    Activation.SILU: (Epilogue.SWIGLU, Epilogue.SWIGLU_INT8, routes.SILU_MUL[0]),
+    Activation.GELU: (Epilogue.GEGLU, Epilogue.GEGLU_INT8, routes.GELU_MUL),
+    Activation.SWIGLU_OAI: (Epilogue.SWIGLU_OAI, Epilogue.SWIGLU_OAI_INT8, routes.SWIGLU_OAI_MUL),
+}
+
+
 def gated(y: AnyBuffer, matrix: Matrix, activation: Activation, interleaved: bool = False) -> Output:
     """activation(gate) * up; with `interleaved` in the order that Inputs.INTERLEAVED reads."""
-    epilogue = Epilogue.SWIGLU if activation is Activation.SILU else Epilogue.GEGLU
+    epilogue = GATED[activation][0]
     return Output(epilogue, {"y": y}, {"WIDTH": matrix.n, "INTERLEAVED": interleaved} | _bias(matrix))
 
 
 def gated_int8(y: AnyBuffer, matrix: Matrix, activation: Activation, persistent: bool = False) -> Output:
     """activation(gate) * up as int8 blocks; `persistent`: in a workgroup that goes on with other rows."""
-    epilogue = Epilogue.SWIGLU_INT8 if activation is Activation.SILU else Epilogue.GEGLU_INT8
+    epilogue = GATED[activation][1]
     return Output(epilogue, {"y": y}, {"WIDTH": matrix.n, "PERSISTENT": persistent} | _bias(matrix))
 
 
@@ -202,7 +211,7 @@ def attention_shape(
     """Of a layer of this kind, or of the one with the longest window."""
     c, window = config, config.window if kind is None else kind.window
     own = Attention(m, c.heads, c.kv_heads, c.head_dim, window, c.attn_scale, 1, segments, bucket, int8)
-    return replace(own, soft_cap=c.attn_soft_cap)
+    return replace(own, soft_cap=c.attn_soft_cap, sinks=c.sinks)
 
 
 class Ops:
@@ -231,6 +240,7 @@ class Ops:
         prologue: Prologue = Prologue.NONE,
         epilogue: Epilogue | None = None,
         kv_type: KvType = KvType.F32,
+        sinks: bool = False,
     ) -> tuple[str, ...]:
         """The files of a route's kernel parts, in the order of composition."""
         caps = self.gpu.caps
@@ -261,6 +271,10 @@ class Ops:
                 names.append("stage_int8" if "STAGED" in route.consts else "stage_none")
             elif role is Role.TURN:
                 names.append("turn_row" if caps.measured_barrier else "turn_uniform")
+            elif role is Role.SINKS:
+                names.append("sinks" if sinks else "sinks_none")
+            elif role is Role.EXPERT_BIAS:
+                names.append("expert_bias")
             elif role is Role.PAGES:
                 names.append("pages")
             elif role is Role.KV_LAYOUT:
@@ -496,8 +510,10 @@ class Ops:
             route = routes.select(table, shape, self.gpu.caps)
             consts = shard.consts | self.tuning(route) | output.consts | {"N": matrix.n, "ROW0": 0}
             consts |= {"USED": choices.used, "OWN_INPUTS": own_inputs}
+            consts |= {"BIAS": False, "EXPERT_BIAS": matrix.bias is not None}
             consts |= {"FIRST_EXPERT": shard.row0 // matrix.n, "SHARD_EXPERTS": shard.n // matrix.n}
-            bindings = shard.bindings | dict(output.bindings) | {"x": x, "bias": self.step, "chosen": choices.chosen}
+            bindings = shard.bindings | dict(output.bindings) | {"x": x, "chosen": choices.chosen}
+            bindings["bias"] = matrix.bias or self.step  # bound even where it is not read
             if route.kernel == "linear_tile_experts":
                 consts, bindings = consts | {"TILES": shape.tiles}, bindings | {"groups": choices.groups}
             parts = self.parts(route, shard.layout.storage, inputs, epilogue=output.epilogue)
@@ -559,8 +575,7 @@ class Ops:
 
     def gate_mul(self, y: AnyBuffer, up: AnyBuffer, width: int, activation: Activation, m: int) -> Dispatch:
         """y = activation(y) * up, in place."""
-        route = routes.SILU_MUL[0] if activation is Activation.SILU else routes.GELU_MUL
-        return self._row_wise(route, {"y": y, "up": up}, width, m)
+        return self._row_wise(GATED[activation][2], {"y": y, "up": up}, width, m)
 
     def texture_scale(self, x: Texture, y: Texture, width: int, scale: float, m: int) -> Dispatch:
         """y = scale * x."""
@@ -657,8 +672,9 @@ class Ops:
             settings |= {"SPLITS": shape.splits, "ONE_SEGMENT": shape.segments == 1}
             before = [self._quantise_kv(shape, caches, buffers.int8_kv, mode)]
             caches = {"kv": buffers.int8_kv}
-        files = self.parts(route, kv_type=mode.kv_type)
+        files = self.parts(route, kv_type=mode.kv_type, sinks=shape.sinks)
         grid = self.grid(route, shape, shape.m, owners)
+        bindings |= {"sinks": buffers.sinks} if buffers.sinks is not None else {}
         settings |= consts or {}
         return [*before, self._dispatch(route, (*files, *parts), settings, bindings | caches, grid, shape)]
 

@@ -42,6 +42,8 @@ class Epilogue(StrEnum):
     SWIGLU_INT8 = "epilogue_swiglu_int8"
     GEGLU = "epilogue_geglu"
     GEGLU_INT8 = "epilogue_geglu_int8"
+    SWIGLU_OAI = "epilogue_swiglu_oai"
+    SWIGLU_OAI_INT8 = "epilogue_swiglu_oai_int8"
     QKV = "epilogue_qkv"
     ROWS = "epilogue_rows"
     LOGITS = "epilogue_logits"
@@ -60,7 +62,7 @@ class Epilogue(StrEnum):
     @property
     def to_int8(self) -> bool:
         """Whether the results are int8 blocks."""
-        return self in (Epilogue.SWIGLU_INT8, Epilogue.GEGLU_INT8)
+        return self in (Epilogue.SWIGLU_INT8, Epilogue.GEGLU_INT8, Epilogue.SWIGLU_OAI_INT8)
 
 
 class Role(StrEnum):
@@ -82,6 +84,8 @@ class Role(StrEnum):
     KV8 = "kv8"  # the KV cache, 8 dimensions at a time
     KV_RUN = "kv_run"  # the KV cache, 16 bytes at a time
     KV_LAYOUT = "kv_layout"  # of a quantised KV cache
+    SINKS = "sinks"  # with which score a softmax begins
+    EXPERT_BIAS = "expert_bias"  # the bias of each expert
     PAGES = "pages"  # where positions are in the KV cache
 
 
@@ -129,6 +133,12 @@ class Attention:
     bucket: int = 1  # context bucket, see CONTEXT_BUCKETS
     int8: bool = False  # many rows may multiply in int8
     soft_cap: float = 0.0  # scores s become c tanh(s / c)
+    sinks: bool = False  # each head has one score more, without a value
+
+    @property
+    def plain_scores(self) -> bool:
+        """Whether the scores have nothing that only the kernels for every shape can do."""
+        return not self.soft_cap and not self.sinks
 
     @property
     def heads_per_kv(self) -> int:
@@ -579,13 +589,16 @@ EXPERT_GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, i
 )
 
 
+EXPERT_PARTS = (*DOT_PARTS, Role.EXPERT_BIAS)
+
+
 def _expert_gemv_route(case: str, fits: Callable[[Linear, Caps], bool], consts: Consts) -> Route[ExpertLinear]:
     needs = f"k % 32 = 0, group % 32 = 0 or 16, {case}"
 
     def gemv_fits(s: ExpertLinear, c: Caps) -> bool:
         return block_aligned(s.linear) and fits(s.linear, c)
 
-    return Route("linear_gemv_experts", gemv_fits, needs, choices_grid, DOT_PARTS, consts)
+    return Route("linear_gemv_experts", gemv_fits, needs, choices_grid, EXPERT_PARTS, consts)
 
 
 EXPERT_LINEAR: Table[ExpertLinear] = (
@@ -594,7 +607,7 @@ EXPERT_LINEAR: Table[ExpertLinear] = (
         lambda s, c: s.grouped and block_aligned(s.linear) and no_extras(s.linear),
         f"m >= {GROUPED_EXPERTS}, k % 32 = 0, group % 32 = 0 or 16",
         expert_tiles_grid,
-        DOT_PARTS,
+        EXPERT_PARTS,
         {"WORKGROUP": 256, "LANES": 32, "TOKENS": 8},
     ),
     *(_expert_gemv_route(*shape) for shape in EXPERT_GEMV_SHAPES),
@@ -603,7 +616,7 @@ EXPERT_LINEAR: Table[ExpertLinear] = (
         lambda s, c: s.linear.inputs is Inputs.F32 and no_extras(s.linear),
         "-",
         row_pairs_by_choice_grid,
-        WEIGHT_PARTS,
+        (*WEIGHT_PARTS, Role.EXPERT_BIAS),
     ),
 )
 
@@ -787,6 +800,8 @@ SILU_MUL: Table[RowWise] = (Route("silu_mul", lambda s, c: True, "-", value_grid
 
 GELU_MUL: Route[RowWise] = Route("gelu_mul", lambda s, c: True, "-", value_grid)
 
+SWIGLU_OAI_MUL: Route[RowWise] = Route("swiglu_oai_mul", lambda s, c: True, "-", value_grid)
+
 SOFT_CAP: Route[RowWise] = Route("soft_cap", lambda s, c: True, "-", value_grid)
 
 EMBED: Table[Linear] = (
@@ -812,19 +827,19 @@ def split_rows_fit(s: Attention, c: Caps) -> bool:
     subgroups = c.subgroup >= 4 and s.heads_per_kv * c.subgroup <= c.invocations
     always = SPLIT_ROWS if int8_attention(s, c) else SPLIT_ROWS_F32
     few = s.m <= always or s.m * (s.bucket + s.m // 2) <= FEW_SCORES
-    return few and s.head_dim % 64 == 0 and subgroups and not s.soft_cap
+    return few and s.head_dim % 64 == 0 and subgroups and s.plain_scores
 
 
 def tile_rows_fit(s: Attention, c: Caps) -> bool:
     """Whether attend_tile fits: its workgroups have at least 32 rows, which hold a token of each query head."""
     dims = s.head_dim in range(32, 257, 32) and tile_bytes(s.head_dim) <= c.shared_bytes
     fits = dims and c.subgroup >= tile_owners(s.head_dim) and s.heads_per_kv <= 32
-    return s.m >= TILE_ROWS and fits and not s.soft_cap
+    return s.m >= TILE_ROWS and fits and s.plain_scores
 
 
 def int8_attention(s: Attention, c: Caps, workgroup: int = 128) -> bool:
     """Whether attend_int8 may and can run: workgroups have a row for each query head of a KV head."""
-    heads = s.head_dim in (64, 128) and s.heads_per_kv <= workgroup // 2 and not s.soft_cap
+    heads = s.head_dim in (64, 128) and s.heads_per_kv <= workgroup // 2 and s.plain_scores
     return s.int8 and s.m > 1 and heads and c.subgroup >= 8 and int8_tile_bytes(s.head_dim, workgroup) <= c.shared_bytes
 
 
@@ -869,14 +884,14 @@ ATTEND: Table[Attention] = (
         lambda s, c: s.head_dim % 4 == 0 and s.head_dim <= 256,
         "head_dim % 4 = 0, <= 256",
         lambda s, c, caps, rows, position: (s.heads, rows, 1),
-        (Role.KV4, Role.PAGES),
+        (Role.KV4, Role.PAGES, Role.SINKS),
     ),
     Route(
         "attend_any",
         lambda s, c: True,
         "-",
         lambda s, c, caps, rows, position: fold(-(-rows * s.heads // c["WORKGROUP"]), caps),
-        (Role.KV4, Role.PAGES),
+        (Role.KV4, Role.PAGES, Role.SINKS),
     ),
 )
 ROTATE: Route[Attention] = Route(

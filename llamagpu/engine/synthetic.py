@@ -45,6 +45,16 @@ MINISTRAL = {
 QWEN3_EXPERTS = {"expert_count": 128, "expert_used_count": 8, "expert_feed_forward_length": 768}
 OLMO_EXPERTS = {"expert_count": 64, "expert_used_count": 8}
 GRANITE_EXPERTS = {"expert_count": 32, "expert_used_count": 8, "logit_scale": 6.0}
+GPT_OSS = {
+    "expert_count": 32,
+    "expert_used_count": 4,
+    "expert_feed_forward_length": 2880,
+    "attention.sliding_window": 128,
+    "rope.freq_base": 150000.0,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 32.0,
+    "rope.scaling.original_context_length": 4096,
+}
 SHAPES = {
     "llama-3.2-1b": Shape(16, 2048, 8192, 32, 8, 64, 128256, True),
     "llama-3.2-3b": Shape(28, 3072, 8192, 24, 8, 128, 128256, True),
@@ -67,6 +77,7 @@ SHAPES = {
     "phi-4-mini": Shape(32, 3072, 8192, 24, 8, 128, 200064, True, 131072, "phi3", {"rope.dimension_count": 96}),
     "olmo-2-1b": Shape(16, 2048, 8192, 16, 16, 128, 100352, False, 4096, "olmo2"),
     "olmoe-1b-7b": Shape(16, 2048, 1024, 16, 16, 128, 50304, False, 4096, "olmoe", OLMO_EXPERTS),
+    "gpt-oss-20b": Shape(24, 2880, 2880, 64, 8, 64, 201088, False, 131072, "gpt-oss", GPT_OSS),
     "gemma-2-2b": Shape(26, 2304, 9216, 8, 4, 256, 256000, True, 8192, "gemma2", {"attention.sliding_window": 4096}),
     "gemma-3-1b": Shape(26, 1152, 6912, 4, 1, 256, 262144, True, 32768, "gemma3", {"attention.sliding_window": 512}),
     "gemma-3-4b": Shape(34, 2560, 10240, 8, 4, 256, 262208, True, 131072, "gemma3", {"attention.sliding_window": 1024}),
@@ -81,6 +92,7 @@ class QuantMix:
     most: str
     half_of_layers: str  # attn_v and ffn_down of half of the layers
     output: str  # the output matrix, or the tied embedding
+    experts: str = ""  # if not as the others
 
 
 MIXES = {
@@ -88,6 +100,7 @@ MIXES = {
     "q4_1": QuantMix("Q4_1", "Q4_1", "Q6_K"),
     "q4_k_m": QuantMix("Q4_K", "Q6_K", "Q6_K"),
     "q8_0": QuantMix("Q8_0", "Q8_0", "Q8_0"),
+    "mxfp4": QuantMix("Q8_0", "Q8_0", "Q8_0", "MXFP4"),  # as gpt-oss
     "f16": QuantMix("F16", "F16", "F16"),
 }
 FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are no whole blocks, as llama-quantize does it
@@ -138,8 +151,10 @@ def tensor_types(config: ModelConfig, quant: str) -> dict[str, str]:
     c, mix, last = config, MIXES[quant], "token_embd.weight" if config.tied else "output.weight"
 
     def ggml_type(name: str) -> str:
-        if "norm" in name or "ffn_gate_inp" in name:
+        if "norm" in name or "ffn_gate_inp" in name or name.endswith(".bias"):
             return "F32"
+        if mix.experts and "_exps." in name:
+            return mix.experts
         if name == last:
             return mix.output
         special = name.split(".")[2] in ("attn_v", "ffn_down", "ffn_down_exps") if name.startswith("blk.") else False

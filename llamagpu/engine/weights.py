@@ -121,13 +121,14 @@ class Layer:
     post_attention_norm: Bindable | None = None
     post_ffw_norm: Bindable | None = None
     qk_norm: Bindable | None = None  # of queries, then of keys
+    attn_sinks: Bindable | None = None  # [heads] f32
     router: Matrix | None = None  # whose results choose the experts
 
     @property
     def norms(self) -> tuple[Bindable, ...]:
         """In the order of norm_widths."""
         found = self.attn_norm, self.ffn_norm, self.post_attention_norm, self.post_ffw_norm, self.qk_norm
-        return tuple(norm for norm in found if norm is not None)
+        return tuple(norm for norm in (*found, self.attn_sinks) if norm is not None)
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 # The tensors of a layer that may have a bias, without `blk.N.` and `.bias`.
-BIASES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+BIASES = (
+    *("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
+    *("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+)
 
 
 class QkNorm(StrEnum):
@@ -23,6 +26,7 @@ class QkNorm(StrEnum):
 class Activation(StrEnum):
     SILU = "silu"
     GELU = "gelu"  # the tanh approximation
+    SWIGLU_OAI = "swiglu_oai"  # gate sigmoid(1.702 gate) (up + 1), gate and up between bounds
 
 
 class Experts(StrEnum):
@@ -49,6 +53,9 @@ class Architecture:
     qk_norm: QkNorm = QkNorm.NONE
     norms_before: bool = True  # of the inputs of attention and feed forward
     norms_after: bool = False  # of their results, before they are added to the residual stream
+    ffn_norm: str = "ffn_norm"  # the tensor of the norm before feed forward
+    biases: bool = False  # every matrix of a layer has one
+    sinks: bool = False  # the softmax of a head has one score more, without a value
     norm_shift: int = 0  # Hugging Face stores norm weights less this
     activation: Activation = Activation.SILU
     fused_tensors: bool = False  # attn_qkv is q | k | v, ffn_up is gate | up
@@ -131,6 +138,19 @@ ARCHITECTURES = {
             neox=True,
             qk_norm=QkNorm.ROW,
             experts=Experts.SHARE,
+        ),
+        Architecture(
+            "gpt-oss",
+            models="gpt-oss",
+            hf_types=(),
+            neox=True,
+            sliding_window=True,
+            window_period=2,
+            activation=Activation.SWIGLU_OAI,
+            experts=Experts.WHOLE,
+            ffn_norm="post_attention_norm",
+            biases=True,
+            sinks=True,
         ),
         Architecture(
             "gemma2",

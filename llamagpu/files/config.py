@@ -86,6 +86,9 @@ class ModelConfig:
     experts: int = 0  # matrices of the feed forward in a layer; 0: one, and no router
     experts_used: int = 1  # by a token
     whole_weights: bool = False  # the weights of the experts that a token uses add up to 1
+    ffn_norm: str = "ffn_norm"  # the tensor of the norm before feed forward
+    biases: bool = False  # every matrix of a layer has one
+    sinks: bool = False  # the softmax of a head has one score more, without a value
     temperature: float = 0.0  # queries times 1 + temperature * ln(1 + position // rope_orig_context)
 
     # The residual stream is stored in a unit of its own, which norms do not see: so its scales cost nothing. Norms
@@ -208,6 +211,9 @@ class ModelConfig:
             norms_after=record.norms_after,
             activation=record.activation,
             fused_tensors=record.fused_tensors,
+            ffn_norm=record.ffn_norm,
+            biases=record.biases,
+            sinks=record.sinks,
             **_experts(keys, record),
             **_scales(keys, record, dim),
         )
@@ -379,10 +385,16 @@ def norms_of_layer(config: ModelConfig) -> tuple[str, ...]:
     return *before, *(("post_attention_norm", "post_ffw_norm") if config.norms_after else ())
 
 
+def norm_tensor(name: str, config: ModelConfig) -> str:
+    """The tensor of a norm."""
+    return config.ffn_norm if name == "ffn_norm" else name
+
+
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a model must have, [n, k]."""
     c, q, kv = config, config.q_width, config.kv_width
-    block: dict[str, tuple[int, ...]] = {name: (c.dim,) for name in norms_of_layer(config)}
+    block: dict[str, tuple[int, ...]] = {norm_tensor(name, c): (c.dim,) for name in norms_of_layer(config)}
+    block |= {"attn_sinks": (c.heads,)} if c.sinks else {}
     if c.qk_norm is not QkNorm.NONE:
         block |= {name: (width,) for name, width in zip(QK_NORMS, c.qk_norm_widths, strict=True)}
     if c.fused_tensors:
@@ -390,9 +402,12 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     else:
         block |= {"attn_q": (q, c.dim), "attn_k": (kv, c.dim), "attn_v": (kv, c.dim)}
     block |= {"attn_output": (c.dim, q)} | _feed_forward_shapes(c)
+    named = {f"{name}.weight": shape for name, shape in block.items()}
+    if c.biases:
+        named |= {f"{name}.bias": shape[:-1] for name, shape in block.items() if len(shape) > 1}
     return {
         "token_embd.weight": (c.vocab, c.dim),
-        **{f"blk.{i}.{name}.weight": shape for i in range(c.layers) for name, shape in block.items()},
+        **{f"blk.{i}.{name}": shape for i in range(c.layers) for name, shape in named.items()},
         "output_norm.weight": (c.dim,),
         **({} if c.tied else {"output.weight": (c.vocab, c.dim)}),
     }
@@ -427,7 +442,7 @@ def used_shapes(config: ModelConfig, tensors: Container[str]) -> dict[str, tuple
     shapes = tensor_shapes(config)
     optional = {f"blk.{i}.{name}.bias": f"blk.0.{name}.weight" for i in range(config.layers) for name in BIASES}
     optional = {bias: weight for bias, weight in optional.items() if bias in tensors and weight in shapes}
-    shapes |= {bias: shapes[weight][:1] for bias, weight in optional.items()}
+    shapes |= {bias: shapes[weight][:-1] for bias, weight in optional.items()}
     return shapes | {name: (config.rope_dims // 2,) for name in FREQ_FACTORS if name in tensors}
 
 

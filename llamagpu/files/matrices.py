@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamagpu.files.architectures import QkNorm
-from llamagpu.files.config import QK_NORMS, ModelConfig, norms_of_layer
+from llamagpu.files.config import QK_NORMS, ModelConfig, norm_tensor, norms_of_layer
 from llamagpu.files.gguf_file import RawTensor
 from llamagpu.files.repack import layout_of, repack, to_f32
 from llamagpu.files.storage import Layout, PackedMatrix, concat, interleave, rope_rows, take_rows
@@ -54,12 +54,14 @@ def layer_of(name: str) -> int | None:
 
 
 def norm_widths(config: ModelConfig) -> dict[str, int]:
-    """Labels and lengths of the norm weights, which stay vectors of f32. Those of queries and keys are one vector."""
+    """Labels and lengths of norm weights and sinks, which stay vectors of f32. Those of q and k are one vector."""
     found = {"output_norm": config.dim}
     for i in range(config.layers):
         found |= {f"blk.{i}.{name}": config.dim for name in norms_of_layer(config)}
         if config.qk_norm is not QkNorm.NONE:
             found[f"blk.{i}.qk_norm"] = sum(config.qk_norm_widths)
+        if config.sinks:
+            found[f"blk.{i}.attn_sinks"] = config.heads
     return found
 
 
@@ -69,7 +71,7 @@ def norm_values(tensors: Tensors, config: ModelConfig, label: str) -> NDArray[np
     if name == "qk_norm":
         layer = label.removesuffix(name)
         return np.concatenate([_qk_norm(to_f32(tensors[f"{layer}{each}.weight"]), config) for each in QK_NORMS])
-    values = to_f32(tensors[f"{label}.weight"])
+    values = to_f32(tensors[f"{label.removesuffix(name)}{norm_tensor(name, config)}.weight"])
     if name == "output_norm":
         return values * np.float32(config.logit_scale)
     return values * np.float32(config.norm_after_scale) if name.startswith("post") else values
@@ -141,7 +143,7 @@ def _rows(tensor: RawTensor) -> Rows:
 
 def _bias(tensors: Tensors, name: str) -> NDArray[np.float32] | None:
     bias = tensors.get(f"{name}.bias")
-    return None if bias is None else to_f32(bias)
+    return None if bias is None else to_f32(bias).reshape(-1)
 
 
 def _single(tensors: Tensors, name: str, pack: Pack) -> MatrixSource:

@@ -13,7 +13,7 @@ from llamagpu.engine.options import KvType
 from llamagpu.files.architectures import Activation, QkNorm
 from llamagpu.files.config import LayerKind, ModelConfig
 from llamagpu.gpu.device import Gpu
-from llamagpu.verify.reference import Answer, Array, Case, Floats, ops_at, random, rms_norm, run, step_buffer
+from llamagpu.verify.reference import Answer, Array, Case, Floats, ops_at, random, rms_norm, run, silu, step_buffer
 
 ROWS, WIDTH = 3, 129
 POSITION, CELLS = 40, 64  # of rotate
@@ -21,7 +21,8 @@ POSITION, CELLS = 40, 64  # of rotate
 
 def architecture_cases(gpu: Gpu) -> Iterator[Case]:
     shape = f"width {WIDTH}, m {ROWS}"
-    yield Case("gelu_mul", shape, partial(gelu_mul, gpu))
+    yield Case("gelu_mul", shape, partial(gate_mul, gpu, Activation.GELU))
+    yield Case("swiglu_oai_mul", shape, partial(gate_mul, gpu, Activation.SWIGLU_OAI))
     yield Case("add_rms_norm", shape, partial(add_norm, gpu))
     yield Case("sum_rms_norm", f"width {WIDTH}", partial(sum_norm, gpu))
     yield Case("scale", shape, partial(scale, gpu))
@@ -34,12 +35,20 @@ def rows(name: str) -> NDArray[np.float32]:
     return random(name).standard_normal((ROWS, WIDTH)).astype(np.float32) * np.float32(3)
 
 
-def gelu_mul(gpu: Gpu) -> Answer:
+def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:
+    """activation(gate) * up."""
+    if activation is Activation.SILU:
+        return silu(gate) * up
+    if activation is Activation.SWIGLU_OAI:
+        return silu(1.702 * np.minimum(gate, 7)) / 1.702 * (np.clip(up, -7, 7) + 1)
+    return np.asarray(0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up)
+
+
+def gate_mul(gpu: Gpu, activation: Activation) -> Answer:
     gate, up = rows("gate"), rows("up")
     y, make = gpu.upload(gate, "y"), Ops(gpu, step_buffer(gpu, ROWS))
-    run(gpu, [make.gate_mul(y, gpu.upload(up, "up"), WIDTH, Activation.GELU, ROWS)], ROWS)
-    wide = gate.astype(np.float64)
-    want = 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3))) * up
+    run(gpu, [make.gate_mul(y, gpu.upload(up, "up"), WIDTH, activation, ROWS)], ROWS)
+    want = gated(gate.astype(np.float64), up.astype(np.float64), activation)
     return gpu.read(y, np.float32, gate.size).reshape(gate.shape), want
 
 

@@ -13,6 +13,7 @@ from llamagpu.engine.weights import Matrix
 from llamagpu.files.architectures import Activation
 from llamagpu.files.storage import Storage, dequantize
 from llamagpu.gpu.device import Gpu
+from llamagpu.verify.architecture_kernels import gated
 from llamagpu.verify.reference import (
     INT8_BLOCK,
     REQUANTISED,
@@ -29,7 +30,6 @@ from llamagpu.verify.reference import (
     round_int8,
     run,
     step_buffer,
-    swiglu,
 )
 
 EXPERTS, USED = 6, 3
@@ -47,7 +47,9 @@ def expert_cases(gpu: Gpu) -> Iterator[Case]:
                 yield Case(route.kernel, name, partial(linear, gpu, route, weight, inputs, m))
     for route in routes.EXPERT_LINEAR:
         if "int8 results" in route.needs and route.consts["WORKGROUP"] <= gpu.caps.invocations:
-            yield Case(route.kernel, route.needs, partial(hidden, gpu, route, 2), REQUANTISED)
+            for activation in Activation:
+                compare = partial(hidden, gpu, route, 2, activation)
+                yield Case(route.kernel, f"{activation}, {route.needs}", compare, REQUANTISED)
 
 
 def shape_of(weight: Weight, inputs: Inputs, m: int) -> ExpertLinear:
@@ -103,21 +105,23 @@ def group(gpu: Gpu, m: int) -> Answer:
     return found, np.ones(m * USED)
 
 
-def upload(gpu: Gpu, weight: Weight) -> tuple[Matrix, Floats]:
-    """Experts in two shards, and all of them as [EXPERTS, n, k]."""
+def upload(gpu: Gpu, weight: Weight) -> tuple[Matrix, Floats, Floats]:
+    """Experts in two shards; all of them as [EXPERTS, n, k], and their biases [EXPERTS, n]."""
     counts = 2, EXPERTS - 2
     parts = [Weight(weight.storage, count * weight.n, weight.k, weight.group) for count in counts]
     uploads = [part.upload(gpu, row0) for part, row0 in zip(parts, (0, parts[0].n), strict=True)]
     shards = tuple(shard for shard, _ in uploads)
     values = np.concatenate([dequantize(packed) for _, packed in uploads])
-    return Matrix(weight.n, weight.k, shards, None, EXPERTS, USED), values.reshape(EXPERTS, weight.n, weight.k)
+    bias = random("bias").uniform(-9, 9, (EXPERTS, weight.n)).astype(np.float32)
+    matrix = Matrix(weight.n, weight.k, shards, gpu.upload(bias, "bias"), EXPERTS, USED)
+    return matrix, values.reshape(EXPERTS, weight.n, weight.k), bias.astype(np.float64)
 
 
 def linear(
     gpu: Gpu, route: Route[ExpertLinear], weight: Weight, inputs: Inputs, m: int, own_inputs: bool = False
 ) -> Answer:
     choices, experts, _ = choose(gpu, m)
-    matrix, w = upload(gpu, weight)
+    matrix, w, bias = upload(gpu, weight)
     given = linear_inputs(gpu, m * (USED if own_inputs else 1), weight.k, inputs)
     y, make = gpu.zeros(4 * m * USED * weight.n, "y"), Ops(gpu, step_buffer(gpu, m))
     groups = [make.group_experts(choices, m)] if routes.groups_experts(m) else []
@@ -125,18 +129,19 @@ def linear(
     found = make.expert_linear(given.x, matrix, m, output, choices, inputs, own_inputs, only(route))
     run(gpu, [*groups, *found], m)
     x = given.values.reshape(m, -1, weight.k).repeat(1 if own_inputs else USED, axis=1)
-    want = np.einsum("mejk,mek->mej", w[experts], x)
+    want = np.einsum("mejk,mek->mej", w[experts], x) + bias[experts]
     return gpu.read(y, np.float32, want.size).reshape(want.shape), want
 
 
-def hidden(gpu: Gpu, route: Route[ExpertLinear], m: int) -> Answer:
+def hidden(gpu: Gpu, route: Route[ExpertLinear], m: int, activation: Activation) -> Answer:
     """Gate and up, their product as int8 blocks."""
     choices, experts, _ = choose(gpu, m)
-    matrix, w = upload(gpu, WEIGHT)
+    matrix, w, bias = upload(gpu, WEIGHT)
     given = linear_inputs(gpu, m, WEIGHT.k, Inputs.INT8)
     blocks = WEIGHT.n // 64
     y, make = gpu.zeros(m * USED * blocks * INT8_BLOCK.itemsize, "y"), Ops(gpu, step_buffer(gpu, m))
-    output = ops.gated_int8(y, matrix, Activation.SILU)
+    output = ops.gated_int8(y, matrix, activation)
     run(gpu, make.expert_linear(given.x, matrix, m, output, choices, Inputs.INT8, table=only(route)), m)
-    want = np.einsum("mejk,mk->mej", w[experts], given.values).reshape(-1, WEIGHT.n)
-    return dequantise_blocks(read_blocks(gpu, y, m * USED, blocks)), round_int8(swiglu(want))
+    results = (np.einsum("mejk,mk->mej", w[experts], given.values) + bias[experts]).reshape(-1, WEIGHT.n)
+    want = gated(results[:, ::2], results[:, 1::2], activation)
+    return dequantise_blocks(read_blocks(gpu, y, m * USED, blocks)), round_int8(want)

@@ -264,6 +264,11 @@ def attention_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
                         name = f"{heads} heads of {head_dim}, {kv_heads} kv, {kv_type}, m {m} at {position}"
                         compare = partial(attend, gpu, route, shape, position, AttentionMode(kv_type))
                         yield Case(route.kernel, name, compare)
+    for route in routes.ATTEND:
+        shape = Attention(8, 4, 2, 64, scale=0.125, sinks=True)
+        if fits(route, shape, gpu.caps):
+            compare = partial(attend, gpu, route, shape, 60, AttentionMode(KvType.F16))
+            yield Case(route.kernel, "4 heads of 64 with sinks, m 8 at 60", compare)
     rows = Attention(33, 4, 2, 96)
     yield Case("store_kv", "2 KV heads of 96, m 33 at 65", partial(store_kv, gpu, rows, 65), ROUNDED_Q8_0)
     for route in routes.ATTEND:
@@ -305,14 +310,17 @@ def attend(gpu: Gpu, route: Route[Attention], shape: Attention, position: int, m
     stats = gpu.zeros(m * shape.heads * shape.splits * 8, "stats")
     out = y if shape.splits == 1 else partial_sums
     int8_kv = gpu.zeros(routes.int8_kv_bytes(shape, CAPACITY), "int8_kv") if shape.int8 else None
+    sinks = rng.uniform(-1, 4, shape.heads).astype(np.float32) if shape.sinks else None
     buffers = AttentionBuffers(gpu.upload(q, "q"), keys, values, out, stats, int8_kv)
+    if sinks is not None:
+        buffers = replace(buffers, sinks=gpu.upload(sinks, "sinks"))
     make = ops_at(gpu, m, position, CAPACITY)
     dispatches = make.attend(shape, buffers, mode, only(route))
     if shape.splits > 1:
         dispatches.append(make.attend_merge(shape, partial_sums, stats, y, mode.int8_out))
     run(gpu, dispatches, m, position)
     end = position + m
-    want = reference.attention(q, k[:, :end], v[:, :end], position)
+    want = reference.attention(q, k[:, :end], v[:, :end], position, sinks)
     if mode.int8_out:
         blocks = read_blocks(gpu, y, m, q.size // m // 32)
         return dequantise_blocks(blocks), round_int8(want.reshape(m, -1))

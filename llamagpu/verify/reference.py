@@ -288,8 +288,8 @@ def swiglu(x: Array) -> Floats:
     return silu(x[:, ::2]) * x[:, 1::2]
 
 
-def attention(q: Array, k: Array, v: Array, position: int) -> Floats:
-    """q [m, heads, d] from `position` on, k and v [kv_heads, n, d] to [m, heads, d]; causal."""
+def attention(q: Array, k: Array, v: Array, position: int, sinks: Array | None = None) -> Floats:
+    """q [m, heads, d] from `position` on, k and v [kv_heads, n, d] to [m, heads, d]; causal. sinks [heads]."""
     q, k, v = (a.astype(np.float64) for a in (q, k, v))
     heads_per_kv = q.shape[1] // len(k)
     hidden = np.arange(k.shape[1]) > position + np.arange(len(q))[:, None]
@@ -298,7 +298,10 @@ def attention(q: Array, k: Array, v: Array, position: int) -> Floats:
         kv_head = head // heads_per_kv
         scores = np.where(hidden, -np.inf, q[:, head] @ k[kv_head].T / np.sqrt(q.shape[2]))
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        out[:, head] = weights @ v[kv_head] / weights.sum(axis=1, keepdims=True)
+        total = weights.sum(axis=1, keepdims=True)
+        if sinks is not None:
+            total += np.exp(sinks[head] - scores.max(axis=1, keepdims=True))
+        out[:, head] = weights @ v[kv_head] / total
     return out
 
 
