@@ -12,15 +12,18 @@ from conftest import open_gpu
 from gguf_builder import Tensors, spm_vocab, write_gguf
 from hf_builder import hf_folder
 from llama_cpp_peer import LlamaCpp
-from one_sequence import OneSequence, load_one, token_ids
+from one_sequence import OneSequence, load_one, reserve, token_ids
+from reference import assert_close
 
 from llamagpu.convert.convert import convert, open_source, plan
 from llamagpu.engine.options import Backend, KvType, Precision
+from llamagpu.engine.step_inputs import Segment
 from llamagpu.files.architectures import ARCHITECTURES, Architecture
 from llamagpu.files.config import FREQ_FACTORS, ModelConfig, used_shapes
 from llamagpu.files.gguf_file import GgufFile, RawTensor
 from llamagpu.files.repack import to_f32
 from llamagpu.files.storage import rope_rows
+from llamagpu.gpu.recorder import Step
 
 VOCAB, EOS = 288, 2
 PROMPT, END = 27, 31  # tokens of the prompt, and of the text after steps of one token
@@ -335,6 +338,27 @@ def test_logits_in_int8(gpu: Any, expected: Any, name: str) -> None:
 def test_mxfp4_experts(gpu: Any, expected: Any) -> None:
     path, want = expected("gpt-oss", "MXFP4")
     check(load_one(gpu, path, precision=Precision.FAST), want, LARGEST_NMSE[Precision.FAST])
+
+
+def test_experts_of_several_sequences(gpu: Any, expected: Any) -> None:
+    """Prompts of different lengths in one step, then a step of a row of each: as each alone."""
+    path, _ = expected("gpt-oss")
+    prompts = {2: token_ids(7, seed=1), 0: token_ids(20, seed=2), 1: token_ids(1, seed=3)}
+    alone = load_one(gpu, path)
+    want = []
+    for ids in prompts.values():
+        alone.clear()
+        want.append([alone.logits_after(ids), alone.logits_after([5])])
+    engine = load_one(gpu, path, chunk=32, slots=3).engine
+    for slot in prompts:
+        reserve(engine, slot, 64)
+    for i, ids in enumerate((prompts, {slot: [5] for slot in prompts})):
+        segments = [Segment(slot, i * len(prompts[slot]), ids[slot]) for slot in prompts]
+        rows, position = sum(len(segment.tokens) for segment in segments), max(s.position for s in segments)
+        engine.model.write_step(segments)
+        engine.recorder.submit([Step(engine.model.plan(rows, position, segments=3), rows, position)])
+        got = gpu.read(engine.model.logits, np.float32, 3 * VOCAB).reshape(3, VOCAB)
+        assert_close(got, np.array(want)[:, i], 1e-10, 1e-4)
 
 
 def test_experts_in_shards(gpu: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

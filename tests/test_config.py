@@ -113,6 +113,16 @@ def test_other_models_are_unsupported():
     assert "general.architecture" in refusal(metadata={"general.architecture": np.array([1, 2])})
 
 
+def test_experts_are_counted():
+    keys = {"olmoe.expert_count": 8, "olmoe.expert_used_count": 2}
+    for key, bad in (("expert_count", None), ("expert_used_count", None), ("expert_count", 0), ("expert_count", 1025),
+                     ("expert_used_count", 9)):  # fmt: skip
+        assert f"olmoe.{key}" in refusal(arch="olmoe", metadata=keys | {f"olmoe.{key}": bad})
+    shared = keys | {"olmoe.expert_shared_feed_forward_length": 64}
+    assert "shared expert" in refusal(Unsupported, arch="olmoe", metadata=shared)
+    assert "ffn_gate_inp" in refusal(arch="olmoe", metadata=keys)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -1,7 +1,7 @@
 // y[m, HEADS, HEAD_DIM] = the merged splits of attend_split: sum of partial sums / sum of totals, each rescaled to the
 // common top. Writes f32, or int8 blocks with INT8.
 // One workgroup per 32 dimensions; an invocation takes 4 dimensions of several splits.
-// Needs HEAD_DIM % 32 == 0. Parts: int8_block_*.
+// Needs HEAD_DIM % 32 == 0. Parts: int8_block_*, sinks*.
 const HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 64u;
 const SPLITS: u32 = 2u;
@@ -17,7 +17,7 @@ var<workgroup> totals: array<f32, WORKGROUP>;
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) index: u32) {
   let head = workgroup.x * 32u / HEAD_DIM;
   let dim4 = workgroup.x * 8u % (HEAD_DIM / 4u) + index % 8u;
-  var top = -1e30;
+  var top = sink(head % HEADS);
   for (var s = 0u; s < SPLITS; s++) { top = max(top, stats[head * SPLITS + s].x); }
   var sum = vec4<f32>();
   var total = 0.0;
@@ -31,6 +31,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   totals[index] = total;
   workgroupBarrier();
   if (index < 8u) {
+    total += SINK_TOTAL * exp(sink(head % HEADS) - top);
     for (var i = 8u; i < WORKGROUP; i += 8u) { sum += sums[index + i]; total += totals[index + i]; }
     sums[index] = sum / total;
   }

@@ -473,22 +473,23 @@ class BufferModel(Model):
         c, m, matrix = self.config, key.width, layer.attn_output
         inputs, h = self.inputs(m), self.normed(m)
         shape = self.attention(m, key.bucket, key.segments, c.kinds[i])
-        splits, int8 = shape.splits, inputs is Inputs.INT8
+        splits, int8, sinks = shape.splits, inputs is Inputs.INT8, layer.attn_sinks
+        merges = routes.merges(shape, self.gpu.caps)
         kernel = routes.select(routes.ATTEND, shape, self.gpu.caps).kernel
         quantises = int8 and kernel in routes.QUANTISING_ATTENTION
-        out = self.partial if splits > 1 else h if quantises else self.h
+        out = self.partial if merges else h if quantises else self.h
         buffers = AttentionBuffers(self.q, cache.keys, cache.values, out, self.stats, self.int8_kv, self.kv_rows)
-        buffers = replace(buffers, sinks=layer.attn_sinks)
+        buffers = replace(buffers, sinks=sinks)
         mode = AttentionMode(self.cache.kv_type, int8, self.stores_own_row(m))
         attention = tagged(self.ops.attend(shape, buffers, mode), "attention", i)
-        if splits > 1 and int8 and m == 1 and routes.merge_in_linear(c.q_width, splits):
+        if splits > 1 and int8 and m == 1 and sinks is None and routes.merge_in_linear(c.q_width, splits):
             consts: Consts = {"HEAD_DIM": c.head_dim, "SPLITS": splits}
             prologue = PrologueSpec(Prologue.MERGE, {"stats": self.stats}, consts, ("split_count_fixed",))
             linear, left = self.add(self.partial, matrix, m, inputs, layer.post_attention_norm, prologue)
             return [*attention, *tagged(linear, "attn_output", i)], left
         between = []
-        if splits > 1:
-            between = [self.ops.attend_merge(shape, self.partial, self.stats, h, int8)]
+        if merges:
+            between = [self.ops.attend_merge(shape, self.partial, self.stats, h, int8, sinks)]
         elif int8 and not quantises:
             between = [self.ops.quantise(self.h, h, c.q_width, m)]
         complete = layer.router is not None  # whose norm adds no splits

@@ -664,6 +664,7 @@ class Ops:
             settings |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": subgroups}
             run = constants(f"kv_run_{mode.kv_type}")["RUN"]
             settings |= routes.position_lanes(shape.head_dim, run, caps)
+            settings |= {"PARTIAL": True} if shape.sinks else {}
             if mode.kv_type is KvType.Q8_0:
                 settings["OWN_ROW"] = mode.own_row
                 bindings["kv_rows"] = buffers.kv_rows or buffers.q  # bound even where it is not read
@@ -674,7 +675,8 @@ class Ops:
             caches = {"kv": buffers.int8_kv}
         files = self.parts(route, kv_type=mode.kv_type, sinks=shape.sinks)
         grid = self.grid(route, shape, shape.m, owners)
-        bindings |= {"sinks": buffers.sinks} if buffers.sinks is not None else {}
+        if buffers.sinks is not None:
+            bindings["sinks"] = buffers.sinks
         settings |= consts or {}
         return [*before, self._dispatch(route, (*files, *parts), settings, bindings | caches, grid, shape)]
 
@@ -695,7 +697,13 @@ class Ops:
         return self._dispatch(route, files, consts, bindings, grid, RowWise(2 * shape.kv_heads * shape.head_dim))
 
     def attend_merge(
-        self, shape: Attention, partial_sums: AnyBuffer, stats: AnyBuffer, y: AnyBuffer, int8_out: bool
+        self,
+        shape: Attention,
+        partial_sums: AnyBuffer,
+        stats: AnyBuffer,
+        y: AnyBuffer,
+        int8_out: bool,
+        sinks: Bindable | None = None,
     ) -> Dispatch:
         """The partial results of shape.splits splits, merged."""
         consts: Consts = {"HEADS": shape.heads, "HEAD_DIM": shape.head_dim, "SPLITS": shape.splits, "INT8": int8_out}
@@ -704,8 +712,10 @@ class Ops:
         grid: Grid | GridFunction = (blocks, 1, 1)
         if shape.m > 1:
             grid = partial(_blocks_by_row, blocks)
-        bindings = {"x": partial_sums, "stats": stats, "y": y}
-        return self.gpu.dispatch("attend_merge", (part,), consts, bindings, grid, shape=shape)
+        bindings: dict[str, Bindable] = {"x": partial_sums, "stats": stats, "y": y}
+        parts = (part, "sinks_none") if sinks is None else (part, "sinks")
+        bindings |= {} if sinks is None else {"sinks": sinks}
+        return self.gpu.dispatch("attend_merge", parts, consts, bindings, grid, shape=shape)
 
     def attend_textures(
         self, shape: Attention, q: Texture, cache: Texture, scores: Texture, y: Texture, consts: Consts | None = None

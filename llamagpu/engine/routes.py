@@ -827,7 +827,8 @@ def split_rows_fit(s: Attention, c: Caps) -> bool:
     subgroups = c.subgroup >= 4 and s.heads_per_kv * c.subgroup <= c.invocations
     always = SPLIT_ROWS if int8_attention(s, c) else SPLIT_ROWS_F32
     few = s.m <= always or s.m * (s.bucket + s.m // 2) <= FEW_SCORES
-    return few and s.head_dim % 64 == 0 and subgroups and s.plain_scores
+    few = few and (not s.sinks or s.m <= MAX_SPLITS)  # whose results are merged: there is memory for so many
+    return few and s.head_dim % 64 == 0 and subgroups and not s.soft_cap
 
 
 def tile_rows_fit(s: Attention, c: Caps) -> bool:
@@ -994,6 +995,11 @@ def depends_on_context(s: Attention, caps: Caps) -> bool:
     near, far = (in_splits(replace(s, bucket=CONTEXT_BUCKETS[i][0]), caps) for i in (0, -1))
     kernels = {select(ATTEND, shape, caps).kernel for shape in (near, far)}
     return "attend_split" in kernels or near.splits != far.splits
+
+
+def merges(s: Attention, caps: Caps) -> bool:
+    """Whether attention leaves partial results for attend_merge: of splits, or to be merged with sinks."""
+    return s.splits > 1 or (s.sinks and select(ATTEND, s, caps).kernel == "attend_split")
 
 
 def stores_own_row(s: Attention, caps: Caps) -> bool:

@@ -266,9 +266,10 @@ def attention_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
                         yield Case(route.kernel, name, compare)
     for route in routes.ATTEND:
         shape = Attention(8, 4, 2, 64, scale=0.125, sinks=True)
-        if fits(route, shape, gpu.caps):
-            compare = partial(attend, gpu, route, shape, 60, AttentionMode(KvType.F16))
-            yield Case(route.kernel, "4 heads of 64 with sinks, m 8 at 60", compare)
+        for splits in (1, 3) if route.kernel == "attend_split" else (1,):
+            if fits(route, shape, gpu.caps):
+                compare = partial(attend, gpu, route, replace(shape, splits=splits), 60, AttentionMode(KvType.F16))
+                yield Case(route.kernel, f"4 heads of 64 with sinks, m 8 at 60, {splits} splits", compare)
     rows = Attention(33, 4, 2, 96)
     yield Case("store_kv", "2 KV heads of 96, m 33 at 65", partial(store_kv, gpu, rows, 65), ROUNDED_Q8_0)
     for route in routes.ATTEND:
@@ -308,16 +309,17 @@ def attend(gpu: Gpu, route: Route[Attention], shape: Attention, position: int, m
     keys, values = (gpu.upload(cache_bytes(a, mode.kv_type), "cache") for a in (k, v))
     y, partial_sums = gpu.zeros(q.nbytes, "y"), gpu.zeros(q.nbytes * shape.splits, "partial")
     stats = gpu.zeros(m * shape.heads * shape.splits * 8, "stats")
-    out = y if shape.splits == 1 else partial_sums
+    merges = shape.splits > 1 or (shape.sinks and route.kernel == "attend_split")
+    out = partial_sums if merges else y
     int8_kv = gpu.zeros(routes.int8_kv_bytes(shape, CAPACITY), "int8_kv") if shape.int8 else None
     sinks = rng.uniform(-1, 4, shape.heads).astype(np.float32) if shape.sinks else None
     buffers = AttentionBuffers(gpu.upload(q, "q"), keys, values, out, stats, int8_kv)
-    if sinks is not None:
-        buffers = replace(buffers, sinks=gpu.upload(sinks, "sinks"))
+    on_device = None if sinks is None else gpu.upload(sinks, "sinks")
+    buffers = replace(buffers, sinks=on_device)
     make = ops_at(gpu, m, position, CAPACITY)
     dispatches = make.attend(shape, buffers, mode, only(route))
-    if shape.splits > 1:
-        dispatches.append(make.attend_merge(shape, partial_sums, stats, y, mode.int8_out))
+    if merges:
+        dispatches.append(make.attend_merge(shape, partial_sums, stats, y, mode.int8_out, on_device))
     run(gpu, dispatches, m, position)
     end = position + m
     want = reference.attention(q, k[:, :end], v[:, :end], position, sinks)
