@@ -67,7 +67,10 @@ class Tiny:
         return {"general.architecture": self.arch, "general.name": "tiny", **keys, **vocabulary()}
 
     def write(self, path: Path, matrix_type: str = "F32") -> Path:
-        """With the same numbers in each type, F32 or Q8_0; MXFP4: other ones for experts, the rest is Q8_0."""
+        """With the same numbers in each type, F32 or Q8_0; MXFP4: other ones for experts, the rest is Q8_0.
+
+        "Q8_0, up F32" has another type for the up matrices.
+        """
         metadata, rng = self.metadata(), np.random.default_rng(1)
         outside = {"token_embd.weight": (VOCAB, self.dim)} | {name: () for name in self.factors}
         outside |= {} if self.tied else {"output.weight": (VOCAB, self.dim)}
@@ -79,7 +82,7 @@ class Tiny:
             quantised = len(shape) > 1 and "ffn_gate_inp" not in name and not name.endswith(".bias")
             if matrix_type == "MXFP4" and len(shape) == 3:
                 tensors[name] = ("MXFP4", shape, mxfp4_blocks(values.size // 32, rng).tobytes())
-            elif matrix_type != "F32" and quantised:
+            elif matrix_type != "F32" and quantised and not (matrix_type.endswith("up F32") and "ffn_up" in name):
                 tensors[name] = ("Q8_0", shape, q8_blocks(values).tobytes())
             else:
                 tensors[name] = ("F32", shape, values.astype("<f4").tobytes())
@@ -361,9 +364,17 @@ def test_experts_of_several_sequences(gpu: Any, expected: Any) -> None:
         assert_close(got, np.array(want)[:, i], 1e-10, 1e-4)
 
 
-def test_experts_in_shards(gpu: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_and_up_of_experts_have_two_types(gpu: Any, expected: Any) -> None:
+    path, want = expected("gpt-oss", "Q8_0, up F32")
+    run = load_one(gpu, path)
+    assert len(run.engine.weights.layers[0].gate_up) == 2
+    check(run, want, LARGEST_NMSE[Precision.FAST])  # llama.cpp rounds activations
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
+def test_experts_in_shards(gpu: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A packed file, two experts to a binding, and steps of few rows."""
-    path, want = expected("qwen3moe", "Q8_0")
+    path, want = expected(name, "Q8_0")
     source, packed = open_source(str(path)), tmp_path / "m.safetensors"
     convert(source, packed, plan(source, "packed"))
     monkeypatch.setattr(gpu, "caps", replace(gpu.caps, binding_bytes=60_000))

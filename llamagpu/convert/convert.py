@@ -151,7 +151,7 @@ def few_bits(ggml_type: str) -> bool:
 
 def tensor_type(tensor: Tensor, main: str, output: str, keep_raw: bool) -> str:
     """The new type of a tensor: weights become `main`, the output matrix and the embeddings `output`."""
-    if len(tensor.shape) == 1 or tensor.name.endswith(ROUTER):
+    if len(tensor.shape) == 1 or tensor.name.endswith((ROUTER, ".bias")):
         return "F32"
     raw = tensor.raw.ggml_type if tensor.raw else "F16"
     if keep_raw and raw not in FLOATS:

@@ -129,9 +129,12 @@ def write_packed(job: Job, path: Path, progress: Progress = NO_PROGRESS) -> list
 
         writer = PackedWriter(file, job.metadata, shapes)
         raws = {name: RawTensor(name, *entry, np.zeros(0, np.uint8)) for name, entry in shapes.items()}
-        for name in [name for name, tensor in tensors.items() if len(tensor.shape) == 1]:
-            raws[name] = replace(next(pieces(name)), shape=tensors[name].shape)
-            writer.put(name, raws[name].data.view(np.float32))
+        for name, tensor in tensors.items():
+            if len(tensor.shape) == 1 or name.endswith(".bias"):
+                data = np.concatenate([piece.data for piece in pieces(name)])
+                raws[name] = replace(raws[name], data=data)
+            if len(tensor.shape) == 1:
+                writer.put(name, raws[name].data.view(np.float32))
         for matrix in matrix_sources(raws, job.source.config, pack):
             writer.put_matrix(matrix.label, matrix.load())
             job.source.drop_pages()
