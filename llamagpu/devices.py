@@ -3,12 +3,12 @@
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from llamagpu.engine.engine import Engine
-from llamagpu.engine.routes import Attention, Linear, Prologue, RowWise
+from llamagpu.engine.routes import Attention, ExpertLinear, Linear, Prologue, RowWise
 from llamagpu.errors import LlamaGpuError
 from llamagpu.files.storage import Storage
 from llamagpu.gpu.adapters import list_adapters, select_adapter
@@ -19,7 +19,7 @@ from llamagpu.verify.verify import verified_line
 
 PROMPT_ROWS = (4, 16, 512)  # token rows of the prefill steps that are listed: short prompts, a chunk of a long one
 COLUMNS = 120
-SHAPES = (Linear, Attention, RowWise)
+SHAPES = (Linear, ExpertLinear, Attention, RowWise)
 
 
 class BadDispatch(LlamaGpuError):
@@ -222,6 +222,8 @@ def layer_text(dispatch: Dispatch, count: int) -> str:
 
 def shape_text(dispatch: Dispatch) -> str:
     shape = dispatch.shape
+    if isinstance(shape, ExpertLinear):
+        return f"{shape_text(replace(dispatch, shape=shape.linear))}, {shape.used} of {shape.experts} experts"
     if isinstance(shape, Linear):
         has_scales = shape.storage not in (Storage.F16, Storage.TEXTURE_F32)
         matrix = f"{shape.n}x{shape.k} {shape.storage}" + (f"/{shape.group}" if has_scales else "")
@@ -234,6 +236,8 @@ def shape_text(dispatch: Dispatch) -> str:
 def details(dispatch: Dispatch) -> str:
     """The prologue and epilogue of the kernel, and the condition of its route."""
     shape, found = dispatch.shape, []
+    if isinstance(shape, ExpertLinear):
+        shape = shape.linear
     if isinstance(shape, Linear) and dispatch.op != "embedding":
         found += [] if shape.prologue is Prologue.NONE else [f"{shape.prologue} prologue"]
         found.append(f"{shape.epilogue.removeprefix('epilogue_')} epilogue")
