@@ -1,8 +1,7 @@
 // y[m, N] = x[m, K] @ W[N, K]^T, a few tokens (m <= TOKENS <= 16): GEMV of a small batch.
 // LANES invocations share one or two row pairs and split K by blocks of 32. Weights are unpacked once for all tokens, so
-// that a token more costs its dot products and no weights. With PREFETCH the next block's weights
-// are in flight meanwhile.
-// Where many tokens read x often, it is staged in workgroup memory.
+// that a token more costs its dot products and no weights. With PREFETCH the next block's weights are in flight
+// meanwhile. With STAGED, which needs PREFETCH, the tokens' x is read from workgroup memory.
 // Sums have names: an array that a loop indexes may be kept in memory.
 // Needs K % 32 == 0 (q6: 64), GROUP % 32 == 0 or GROUP == 16.
 // Parts: f16, (scales, planes_*,) inputs_*, dot_*, stage_*, epilogue_*, reduce_*.
@@ -17,8 +16,8 @@ const WORKGROUP: u32 = 128u;
 const ROWS: u32 = 2u * ROW_PAIRS;
 const BLOCKS: u32 = K / 32u;
 const ITERATIONS: u32 = (BLOCKS + LANES - 1u) / LANES;
-const STAGED: u32 = 0u;     // 1: by stage_int8
-const PREFETCH: u32 = 0u;   // 1: with it
+const STAGED: u32 = 0u;     // 1: with stage_int8; 0: with stage_none
+const PREFETCH: u32 = 0u;   // 1: on
 const NO_TAIL: bool = BLOCKS % LANES == 0u;  // every lane has a block in every iteration
 struct FourRows { a: Weights, b: Weights, c: Weights, d: Weights }
 struct Totals {  // of the four rows, by token

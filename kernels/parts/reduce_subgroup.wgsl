@@ -9,7 +9,7 @@
 const LANES: u32 = 64u;     // a multiple of SUBGROUP (for sum_each a part of it too), divides WORKGROUP
 const WORKGROUP: u32 = 64u;
 const SUBGROUP: u32 = 32u;  // lanes of a subgroup, as probed
-const TOKENS: u32 = 1u;     // TOKENS * ROW_PAIRS: a power of two, 32 at most, divides SUBGROUP
+const TOKENS: u32 = 1u;     // TOKENS * ROW_PAIRS: a power of two, 32 at most, divides SUBGROUP where LANES is not less
 const ROW_PAIRS: u32 = 1u;
 const SUMS: u32 = TOKENS * ROW_PAIRS;
 const HELD: u32 = max(1u, SUMS / LANES);  // sums that a lane gets
