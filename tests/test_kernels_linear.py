@@ -283,7 +283,7 @@ MIXED = LinearCase(SHARDS[0])
 STORE_ROUTES = one_per_kernel([route for route in routes.LINEAR if MIXED.fits(route, FULL_CAPS)])
 
 
-@pytest.mark.parametrize("epilogue", [Epilogue.ADD, Epilogue.SWIGLU])
+@pytest.mark.parametrize("epilogue", [Epilogue.ADD, Epilogue.GLU])
 @pytest.mark.parametrize("route", [r for r in STORE_ROUTES if r.kernel not in SLOW], ids=lambda r: r.kernel)
 def test_epilogue_add_and_swiglu(gpu, route, epilogue):
     matrix, w, bias = upload_shards(gpu, *SHARDS)
@@ -291,13 +291,13 @@ def test_epilogue_add_and_swiglu(gpu, route, epilogue):
     most = max(tokens)
     given = linear_inputs(gpu, most, 64)
     sums = given.values @ w.T + bias
-    before = random("y").standard_normal((most + 1, 36 if epilogue is Epilogue.SWIGLU else 72)).astype(np.float32)
+    before = random("y").standard_normal((most + 1, 36 if epilogue is Epilogue.GLU else 72)).astype(np.float32)
     y, step = gpu.zeros(before.nbytes, "y"), Steps(gpu)
     make = Ops(gpu, step.buffer)
     if epilogue is Epilogue.ADD:
         output, want = ops.add(y, matrix), before[:-1] + sums
     else:
-        output, want = ops.gated(y, matrix, Activation.SILU), swiglu(sums)
+        output, want = ops.glu(y, matrix, Activation.SILU), swiglu(sums)
     for m in {min(tokens), most, min(9, most)}:
         step.write_rows(m)
         gpu.write(y, before)
@@ -410,7 +410,7 @@ def test_logits_and_candidates(any_gpu, route, case):
 HIDDEN = Weight(Q4, 128, 576)
 SWIGLU = runs(
     routes.LINEAR,
-    [LinearCase(HIDDEN, inputs, epilogue=Epilogue.SWIGLU_INT8) for inputs in (Inputs.F32, Inputs.INT8)],
+    [LinearCase(HIDDEN, inputs, epilogue=Epilogue.GLU_INT8) for inputs in (Inputs.F32, Inputs.INT8)],
     at_minimum=lambda case: case.inputs is Inputs.INT8,
 )
 
@@ -429,7 +429,7 @@ def test_swiglu_to_int8_blocks(any_gpu, route, case):
         fill(gpu, y, count, 12)
         run(
             gpu,
-            make.linear(given.x, matrix, most, ops.gated_int8(y, matrix, Activation.SILU), given.inputs, table=table),
+            make.linear(given.x, matrix, most, ops.glu_int8(y, matrix, Activation.SILU), given.inputs, table=table),
             m,
         )
         got = read_blocks(gpu, y, most + 1, 3)
@@ -452,7 +452,7 @@ def test_tiles_stay_in_workgroup_memory(gpu, monkeypatch, route):
     shard, w = upload(gpu, HIDDEN)
     matrix, given = matrix_of(shard), linear_inputs(gpu, m, HIDDEN.k, Inputs.INT8)
     y, want = gpu.zeros(m * HIDDEN.n * 4, "y"), given.values @ w.T
-    output = ops.gated_int8(y, matrix, Activation.SILU) if to_blocks else ops.store(y, matrix)
+    output = ops.glu_int8(y, matrix, Activation.SILU) if to_blocks else ops.store(y, matrix)
     make = Ops(gpu, verify_reference.step_buffer(gpu, m))
     run(gpu, make.linear(given.x, matrix, m, output, Inputs.INT8, table=table), m)
     if to_blocks:

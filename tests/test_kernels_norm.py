@@ -1,4 +1,4 @@
-"""Norms and other row-wise kernels against float64: rms_norm, quantise_int8, silu_mul."""
+"""Norms and other row-wise kernels against float64: rms_norm, quantise_int8, glu_mul."""
 
 from dataclasses import dataclass, replace
 
@@ -132,9 +132,9 @@ def test_quantise_int8(any_gpu, monkeypatch, width):
         assert (got[m:].view(np.float32) == GUARD).all()
 
 
-@covers("silu_mul", "gelu_mul", "swiglu_oai_mul")
+@covers("glu_mul")
 @pytest.mark.parametrize("activation", list(Activation))
-def test_gate_mul(any_gpu, monkeypatch, activation):
+def test_glu_mul(any_gpu, monkeypatch, activation):
     gpu, width, most = any_gpu, 129, 41
     gate, up = random("silu").standard_normal((2, most, width)).astype(np.float32) * 3
     gate[0, :6] = [-1000.0, 1000.0, -100.0, 100.0, 0.0, -0.0]  # exp overflows; silu and gelu do not
@@ -145,7 +145,7 @@ def test_gate_mul(any_gpu, monkeypatch, activation):
         monkeypatch.setattr(gpu, "caps", replace(gpu.caps, workgroups=workgroups))
         step.write_rows(m)
         gpu.write(y, gate)
-        run(gpu, [make.gate_mul(y, ups, width, activation, 1 if m == 1 else most)], m)
+        run(gpu, [make.glu_mul(y, ups, width, activation, 1 if m == 1 else most)], m)
         got = gpu.read(y, np.float32, gate.size).reshape(most, width)
         assert_close(got[:m], want[:m], *F32, f"{m} rows")
         assert (got[m:] == gate[m:]).all()

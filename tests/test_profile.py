@@ -134,7 +134,7 @@ def linear(kernel: str, op: str, m: int, inputs: Inputs = Inputs.F32, prologue: 
         (dispatch("rms_norm", RowWise(64), LAST_ROWS=1), 3, 0, (0, 512)),
         (dispatch("rms_norm_int8", RowWise(64)), 3, 0, (0, 1056)),
         (dispatch("quantise_int8", RowWise(64)), 3, 0, (0, 1056)),
-        (dispatch("silu_mul", RowWise(64)), 3, 0, (0, 2304)),
+        (dispatch("glu_mul", RowWise(64)), 3, 0, (0, 2304)),
         (dispatch("greedy", None, CANDIDATES=16), 1, 0, (0, 128)),
         (dispatch("argmax", None, VOCAB=512), 1, 0, (0, 2048)),
     ],

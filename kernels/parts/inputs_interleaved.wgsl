@@ -1,6 +1,6 @@
 // Role inputs: inputs(token, b) = values 32b .. 32b + 31 of one token, f32, read from global memory: for a stage whose
 // inputs do not fit into workgroup memory.
-// Interleaved by 4: vec4 i of block b is at i * K / 32 + b (epilogue_swiglu stores it there), so that adjacent lanes
+// Interleaved by 4: vec4 i of block b is at i * K / 32 + b (epilogue_glu stores it there), so that adjacent lanes
 // read adjacent vec4s.
 // Needs K % 32 == 0. Parts: grid_barrier (or unfused).
 const K: u32 = 32u;

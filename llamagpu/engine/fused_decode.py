@@ -291,8 +291,8 @@ class FusedDecode:
 
         def to_act(kind: LayerKind, matrix: Matrix) -> Output:
             if rows > 1:
-                return ops.gated_int8(between.act, matrix, c.activation, persistent=True)
-            return ops.gated(between.act, matrix, c.activation, not fits)
+                return ops.glu_int8(between.act, matrix, c.activation, persistent=True)
+            return ops.glu(between.act, matrix, c.activation, not fits)
 
         # inputs of the down projection that do not fit into workgroup memory are read from global memory
         fits = self.int8 or routes.fits_shared_memory(c.ffn_dim, shape, False, self.grid, gpu.caps)

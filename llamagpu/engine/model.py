@@ -526,7 +526,7 @@ class BufferModel(Model):
         if len(layer.gate_up) == 1:
             gate_up = layer.gate_up[0]
             activation = self.config.activation
-            output = ops.gated_int8(act, gate_up, activation) if int8 else ops.gated(act, gate_up, activation)
+            output = ops.glu_int8(act, gate_up, activation) if int8 else ops.glu(act, gate_up, activation)
             hidden = self.norm_linear(i, "ffn_norm", layer.ffn_norm, "gate_up", gate_up, m, output, splits)
         else:
             hidden = self.gate_and_up(i, layer, m)
@@ -569,12 +569,12 @@ class BufferModel(Model):
             return [
                 *tagged(self.ops.expert_linear(x, gate, m, ops.store(self.act, gate), choices), "ffn_gate", i),
                 *tagged(self.ops.expert_linear(x, up, m, ops.store(self.up, up), choices), "ffn_up", i),
-                *tagged([self.ops.gate_mul(self.act, self.up, c.hidden_width, c.activation, m)], "silu_mul", i),
+                *tagged([self.ops.glu_mul(self.act, self.up, c.hidden_width, c.activation, m)], "glu_mul", i),
             ]
         gate_up, int8, grouped = layer.gate_up[0], inputs is Inputs.INT8, routes.groups_experts(m)
-        output = ops.gated(self.act, gate_up, c.activation)
+        output = ops.glu(self.act, gate_up, c.activation)
         if int8 and not grouped:
-            output = ops.gated_int8(self.act_int8, gate_up, c.activation)
+            output = ops.glu_int8(self.act_int8, gate_up, c.activation)
         linear = self.ops.expert_linear(x, gate_up, m, output, choices, inputs)
         if int8 and grouped:
             linear.append(self.ops.quantise(self.act, self.act_int8, c.ffn_dim, m, c.experts_used))
@@ -589,7 +589,7 @@ class BufferModel(Model):
             *(tagged([self.norm(layer.ffn_norm, m)], "ffn_norm", i) if layer.ffn_norm else ()),
             *tagged(self.ops.linear(h, gate, m, ops.store(self.act, gate)), "ffn_gate", i),
             *tagged(self.ops.linear(h, up, m, ops.store(self.up, up)), "ffn_up", i),
-            *tagged([self.ops.gate_mul(self.act, self.up, c.ffn_dim, c.activation, m)], "silu_mul", i),
+            *tagged([self.ops.glu_mul(self.act, self.up, c.ffn_dim, c.activation, m)], "glu_mul", i),
         ]
 
     # Activations of a plan: f32, or int8 blocks (precision fast)
@@ -653,5 +653,5 @@ def suits_int8(weights: Weights, caps: Caps, m: int) -> bool:
 
     interleaved = all(len(layer.gate_up) == 1 for layer in weights.layers)
     matrices = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.attn_output, layer.ffn_down)]
-    hidden = all(runs(layer.gate_up[0], Epilogue.SWIGLU_INT8) for layer in weights.layers)
+    hidden = all(runs(layer.gate_up[0], Epilogue.GLU_INT8) for layer in weights.layers)
     return interleaved and all(map(runs, matrices)) and hidden

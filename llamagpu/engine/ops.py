@@ -134,24 +134,20 @@ def sum_to(y: AnyBuffer, residual: AnyBuffer, matrix: Matrix, layer_offset: int 
     return Output(Epilogue.SUM, {"y": y, "residual": residual}, consts | _bias(matrix))
 
 
-# By activation: to f32, to int8 blocks, and where gate and up are two matrices
-GATED = {
-    Activation.SILU: (Epilogue.SWIGLU, Epilogue.SWIGLU_INT8, routes.SILU_MUL[0]),
-    Activation.GELU: (Epilogue.GEGLU, Epilogue.GEGLU_INT8, routes.GELU_MUL),
-    Activation.SWIGLU_OAI: (Epilogue.SWIGLU_OAI, Epilogue.SWIGLU_OAI_INT8, routes.SWIGLU_OAI_MUL),
-}
+def activation_parts(activation: Activation) -> tuple[str, ...]:
+    return (f"activation_{activation}",)
 
 
-def gated(y: AnyBuffer, matrix: Matrix, activation: Activation, interleaved: bool = False) -> Output:
+def glu(y: AnyBuffer, matrix: Matrix, activation: Activation, interleaved: bool = False) -> Output:
     """activation(gate) * up; with `interleaved` in the order that Inputs.INTERLEAVED reads."""
-    epilogue = GATED[activation][0]
-    return Output(epilogue, {"y": y}, {"WIDTH": matrix.n, "INTERLEAVED": interleaved} | _bias(matrix))
+    consts = {"WIDTH": matrix.n, "INTERLEAVED": interleaved} | _bias(matrix)
+    return Output(Epilogue.GLU, {"y": y}, consts, activation_parts(activation))
 
 
-def gated_int8(y: AnyBuffer, matrix: Matrix, activation: Activation, persistent: bool = False) -> Output:
-    """activation(gate) * up as int8 blocks; `persistent`: in a workgroup that goes on with other rows."""
-    epilogue = GATED[activation][1]
-    return Output(epilogue, {"y": y}, {"WIDTH": matrix.n, "PERSISTENT": persistent} | _bias(matrix))
+def glu_int8(y: AnyBuffer, matrix: Matrix, activation: Activation, persistent: bool = False) -> Output:
+    """The same as int8 blocks; `persistent`: in a workgroup that goes on with other rows."""
+    consts = {"WIDTH": matrix.n, "PERSISTENT": persistent} | _bias(matrix)
+    return Output(Epilogue.GLU_INT8, {"y": y}, consts, activation_parts(activation))
 
 
 def rows(y: AnyBuffer, matrix: Matrix) -> Output:
@@ -516,7 +512,7 @@ class Ops:
             bindings["bias"] = matrix.bias or self.step  # bound even where it is not read
             if route.kernel == "linear_tile_experts":
                 consts, bindings = consts | {"TILES": shape.tiles}, bindings | {"groups": choices.groups}
-            parts = self.parts(route, shard.layout.storage, inputs, epilogue=output.epilogue)
+            parts = (*self.parts(route, shard.layout.storage, inputs, epilogue=output.epilogue), *output.parts)
             dispatches.append(self._dispatch(route, parts, consts, bindings, self.grid(route, shape, m), shape))
         return dispatches
 
@@ -573,9 +569,9 @@ class Ops:
         """y *= scale."""
         return self._row_wise(routes.SCALE, {"y": y}, width, m, {"SCALE": scale})
 
-    def gate_mul(self, y: AnyBuffer, up: AnyBuffer, width: int, activation: Activation, m: int) -> Dispatch:
+    def glu_mul(self, y: AnyBuffer, up: AnyBuffer, width: int, activation: Activation, m: int) -> Dispatch:
         """y = activation(y) * up, in place."""
-        return self._row_wise(GATED[activation][2], {"y": y, "up": up}, width, m)
+        return self._row_wise(routes.GLU_MUL[0], {"y": y, "up": up}, width, m, parts=activation_parts(activation))
 
     def texture_scale(self, x: Texture, y: Texture, width: int, scale: float, m: int) -> Dispatch:
         """y = scale * x."""
@@ -585,10 +581,16 @@ class Ops:
         return self._row_wise(routes.TEXTURE_SILU_MUL[0], {"y": y, "gate": gate, "up": up}, width, m)
 
     def _row_wise(
-        self, route: Route[RowWise], bindings: Mapping[str, Bindable], width: int, m: int, more: Consts | None = None
+        self,
+        route: Route[RowWise],
+        bindings: Mapping[str, Bindable],
+        width: int,
+        m: int,
+        more: Consts | None = None,
+        parts: tuple[str, ...] = (),
     ) -> Dispatch:
         shape = RowWise(width)
-        parts = self.parts(route) if route.parts else ()
+        parts = (*(self.parts(route) if route.parts else ()), *parts)
         consts: Consts = {"WIDTH": width} | self.tuning(route) | (more or {})
         return self._dispatch(route, parts, consts, bindings, self.grid(route, shape, m), shape)
 

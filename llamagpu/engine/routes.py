@@ -38,12 +38,8 @@ class Epilogue(StrEnum):
     STORE = "epilogue_store"
     ADD = "epilogue_add"
     SUM = "epilogue_sum"
-    SWIGLU = "epilogue_swiglu"
-    SWIGLU_INT8 = "epilogue_swiglu_int8"
-    GEGLU = "epilogue_geglu"
-    GEGLU_INT8 = "epilogue_geglu_int8"
-    SWIGLU_OAI = "epilogue_swiglu_oai"
-    SWIGLU_OAI_INT8 = "epilogue_swiglu_oai_int8"
+    GLU = "epilogue_glu"
+    GLU_INT8 = "epilogue_glu_int8"
     QKV = "epilogue_qkv"
     ROWS = "epilogue_rows"
     LOGITS = "epilogue_logits"
@@ -62,7 +58,7 @@ class Epilogue(StrEnum):
     @property
     def to_int8(self) -> bool:
         """Whether the results are int8 blocks."""
-        return self in (Epilogue.SWIGLU_INT8, Epilogue.GEGLU_INT8, Epilogue.SWIGLU_OAI_INT8)
+        return self is Epilogue.GLU_INT8
 
 
 class Role(StrEnum):
@@ -710,7 +706,7 @@ def invocations(grid: GridSize) -> int:
 
 
 def int8_result_lanes(grid: GridSize, caps: Caps) -> int:
-    """Lanes that share rows, so that a workgroup covers no more than the 64 rows that epilogue_swiglu_int8 takes."""
+    """Lanes that share rows, so that a workgroup covers no more than the 64 rows that epilogue_glu_int8 takes."""
     return max(caps.subgroup, grid.invocations // 32)
 
 
@@ -796,11 +792,7 @@ SUM_NORM: Route[RowWise] = Route("sum_rms_norm", lambda s, c: True, "a fused sta
 
 SCALE: Route[RowWise] = Route("scale", lambda s, c: True, "-", value_grid)
 
-SILU_MUL: Table[RowWise] = (Route("silu_mul", lambda s, c: True, "-", value_grid),)
-
-GELU_MUL: Route[RowWise] = Route("gelu_mul", lambda s, c: True, "-", value_grid)
-
-SWIGLU_OAI_MUL: Route[RowWise] = Route("swiglu_oai_mul", lambda s, c: True, "-", value_grid)
+GLU_MUL: Table[RowWise] = (Route("glu_mul", lambda s, c: True, "-", value_grid),)
 
 SOFT_CAP: Route[RowWise] = Route("soft_cap", lambda s, c: True, "-", value_grid)
 

@@ -175,7 +175,7 @@ class TextureModel(Model):
         product = self.ops.texture_silu_mul(gate, up, self.act, self.config.ffn_dim, m)
         return [
             *self.norm_linears(i, "ffn_norm", self.mid, layer.ffn_norm, linears, m),
-            *tagged([product], "silu_mul", i),
+            *tagged([product], "glu_mul", i),
         ]
 
     # Sampling and scoring

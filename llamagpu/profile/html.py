@@ -84,7 +84,7 @@ def category(op: str) -> str:
         return "qkv"
     if op.endswith("norm"):
         return "norm"
-    return "feed forward" if op in ("gate_up", "ffn_gate", "ffn_up", "silu_mul", "router") else "other"
+    return "feed forward" if op in ("gate_up", "ffn_gate", "ffn_up", "glu_mul", "router") else "other"
 
 
 def legend(phase: Phase) -> str:

@@ -28,10 +28,9 @@ INT8_VALUE_BYTES = 1.5  # an int8 block of 32 activations takes 48 bytes
 ROW_WISE_BYTES = {
     "quantise_int8": 4 + INT8_VALUE_BYTES,
     "rms_norm_int8": 4 + INT8_VALUE_BYTES,
-    "silu_mul": 12,
+    "glu_mul": 12,
     "silu_mul_texture": 12,
     "store_kv": 5,
-    "gelu_mul": 12,
     "add_rms_norm": 12,
 }
 

@@ -21,8 +21,8 @@ POSITION, CELLS = 40, 64  # of rotate
 
 def architecture_cases(gpu: Gpu) -> Iterator[Case]:
     shape = f"width {WIDTH}, m {ROWS}"
-    yield Case("gelu_mul", shape, partial(gate_mul, gpu, Activation.GELU))
-    yield Case("swiglu_oai_mul", shape, partial(gate_mul, gpu, Activation.SWIGLU_OAI))
+    for activation in Activation:
+        yield Case("glu_mul", f"{activation}, {shape}", partial(glu_mul, gpu, activation))
     yield Case("add_rms_norm", shape, partial(add_norm, gpu))
     yield Case("sum_rms_norm", f"width {WIDTH}", partial(sum_norm, gpu))
     yield Case("scale", shape, partial(scale, gpu))
@@ -44,10 +44,10 @@ def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:
     return np.asarray(0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up)
 
 
-def gate_mul(gpu: Gpu, activation: Activation) -> Answer:
+def glu_mul(gpu: Gpu, activation: Activation) -> Answer:
     gate, up = rows("gate"), rows("up")
     y, make = gpu.upload(gate, "y"), Ops(gpu, step_buffer(gpu, ROWS))
-    run(gpu, [make.gate_mul(y, gpu.upload(up, "up"), WIDTH, activation, ROWS)], ROWS)
+    run(gpu, [make.glu_mul(y, gpu.upload(up, "up"), WIDTH, activation, ROWS)], ROWS)
     want = gated(gate.astype(np.float64), up.astype(np.float64), activation)
     return gpu.read(y, np.float32, gate.size).reshape(gate.shape), want
 

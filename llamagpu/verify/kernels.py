@@ -8,10 +8,11 @@ import numpy as np
 
 from llamagpu.engine import baselines, routes
 from llamagpu.engine.kv_cache import head_values
-from llamagpu.engine.ops import AttentionBuffers, AttentionMode, Ops, Output
+from llamagpu.engine.ops import AttentionBuffers, AttentionMode, Ops, Output, activation_parts
 from llamagpu.engine.options import KvType
 from llamagpu.engine.pages import PAGE
 from llamagpu.engine.routes import Attention, Epilogue, GridSize, Inputs, Linear, Prologue, Route, RowWise, S
+from llamagpu.files.architectures import Activation
 from llamagpu.files.storage import Storage
 from llamagpu.gpu.device import Gpu
 from llamagpu.verify import reference
@@ -178,8 +179,8 @@ def workgroup_epilogue_cases(gpu: Gpu) -> Iterator[Case]:
             shape = f"{Epilogue.LOGITS} {weight.name}, {inputs} x{tuning(route)}"
             yield Case(route.kernel, shape, partial(logits, gpu, route, inputs))
         for m in (1, 4, 8, 30, 70):
-            for route in workgroup_epilogue_routes(gpu, weight.shape(m, inputs, epilogue=Epilogue.SWIGLU_INT8))[:1]:
-                shape = f"{Epilogue.SWIGLU_INT8} {weight.name}, {inputs} x, m {m}"
+            for route in workgroup_epilogue_routes(gpu, weight.shape(m, inputs, epilogue=Epilogue.GLU_INT8))[:1]:
+                shape = f"{Epilogue.GLU_INT8} {weight.name}, {inputs} x, m {m}"
                 yield Case(route.kernel, shape, partial(swiglu_int8, gpu, route, inputs, m), REQUANTISED)
 
 
@@ -202,7 +203,7 @@ def swiglu_int8(gpu: Gpu, route: Route[Linear], inputs: Inputs, m: int) -> Answe
     weight = WHOLE_BLOCKS
     count = m * weight.n // 64
     y = gpu.zeros(count * INT8_BLOCK.itemsize, "y")
-    output = Output(Epilogue.SWIGLU_INT8, {"y": y}, {"WIDTH": weight.n})
+    output = Output(Epilogue.GLU_INT8, {"y": y}, {"WIDTH": weight.n}, activation_parts(Activation.SILU))
     want = reference.swiglu(run_linear(gpu, route, weight, (inputs, Prologue.NONE), output, m))
     return dequantise_blocks(read_blocks(gpu, y, m, weight.n // 64)), round_int8(want)
 

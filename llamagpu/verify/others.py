@@ -13,7 +13,6 @@ from llamagpu.engine.ops import Consts, HeadBuffers, Ops, argmax_candidates
 from llamagpu.engine.routes import GridSize, Linear, Route
 from llamagpu.engine.sampler import Sampling
 from llamagpu.engine.step_inputs import Segment, StepInputs
-from llamagpu.files.architectures import Activation
 from llamagpu.files.storage import Storage
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Recorder
@@ -39,7 +38,6 @@ from llamagpu.verify.reference import (
     round_int8,
     rows_of,
     run,
-    silu,
     step_buffer,
     step_rows,
 )
@@ -53,7 +51,6 @@ def other_cases(gpu: Gpu) -> Iterator[Case]:
             if fits(route, weight.shape(1), gpu.caps):
                 yield Case(route.kernel, weight.name, partial(embed, gpu, route, weight), COPIED)
     yield Case("quantise_int8", "width 576, m 5", partial(quantise, gpu), REQUANTISED)
-    yield Case("silu_mul", "width 129, m 5", partial(silu_mul, gpu))
     yield from architecture_cases(gpu)
     yield from expert_cases(gpu)
     yield Case("mask_logits", "vocab 3000", partial(mask_logits, gpu), COPIED)
@@ -84,13 +81,6 @@ def quantise(gpu: Gpu) -> Answer:
     y = gpu.zeros(5 * 18 * INT8_BLOCK.itemsize, "y")
     run(gpu, [Ops(gpu, step_buffer(gpu, 5)).quantise(gpu.upload(x, "x"), y, 576, 5)], 5)
     return dequantise_blocks(read_blocks(gpu, y, 5, 18)), round_int8(x)
-
-
-def silu_mul(gpu: Gpu) -> Answer:
-    gate, up = random("silu").standard_normal((2, 5, 129)).astype(np.float32) * 3
-    y = gpu.upload(gate, "y")
-    run(gpu, [Ops(gpu, step_buffer(gpu, 5)).gate_mul(y, gpu.upload(up, "up"), 129, Activation.SILU, 5)], 5)
-    return gpu.read(y, np.float32, gate.size).reshape(gate.shape), silu(gate) * up
 
 
 def argmax(gpu: Gpu) -> Answer:

@@ -1,6 +1,6 @@
-// y[m, WIDTH] = silu(y) * up, where y holds the gate: for models whose gate and up have different types and cannot be
+// y[m, WIDTH] = glu(y, up), where y holds the gate: for models whose gate and up have different types and cannot be
 // interleaved.
-// One invocation per value, grid folded over x and y. Needs nothing. Parts: none.
+// One invocation per value, grid folded over x and y. Needs nothing. Parts: activation_*.
 const WIDTH: u32 = 1u;  // values per token
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
@@ -12,6 +12,5 @@ const WORKGROUP: u32 = 64u;
 fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>) {
   let i = id.x + id.y * workgroups.x * WORKGROUP;
   if (i >= step.rows * WIDTH) { return; }
-  let g = y[i];
-  y[i] = g / (1.0 + exp(-g)) * up[i];
+  y[i] = glu(y[i], up[i]);
 }

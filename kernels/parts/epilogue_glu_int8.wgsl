@@ -1,7 +1,7 @@
-// Role epilogue: y[token, WIDTH / 64] = gelu(gate) * up as int8 blocks, with the tanh approximation; otherwise
-// epilogue_swiglu_int8. The rows of gate and up are interleaved: v = (gate, up) (+ bias). The workgroup epilogue quantises
-// one block of 32 values of each of TOKENS tokens.
-// Needs a workgroup that covers 64 consecutive rows, and N % 64 == 0. Parts: int8_block_*, hidden
+// Role epilogue: y[token, WIDTH / 64] = glu(gate, up) as int8 blocks (see int8_block_subgroup). The rows of gate and
+// up are interleaved: v = (gate, up) (+ bias). The workgroup epilogue quantises one block of 32 values of each of
+// TOKENS tokens.
+// Needs a workgroup that covers 64 consecutive rows, and N % 64 == 0. Parts: activation_*, int8_block_*, hidden
 // (linear_gemm_int8 has it itself).
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
@@ -16,12 +16,11 @@ const WORKGROUP: u32 = 64u;
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [layers][TOKENS or m] planes of WIDTH / 64 int8 blocks, padded after each layer
 @group(0) @binding(4) var<storage, read> bias: array<f32>;
 @group(0) @binding(8) var<uniform> step: Step;
-fn gelu(v: f32) -> f32 { return v / (1.0 + exp(-v * (1.5957691216057308 + 0.07135481627260025 * v * v))); }  // 1 + tanh(u) = 2 / (1 + exp(-2u))
 fn epilogue_prefetch(token: u32, row: u32) {}
 fn epilogue(token: u32, row: u32, v: vec2<f32>) {
   var gate_up = v;
   if (BIAS) { let i = slab_index() * WIDTH + ROW0 + row; gate_up += vec2<f32>(bias[i], bias[i + 1u]); }
-  store_hidden(token % TOKENS * 32u + row / 2u % 32u, gelu(gate_up.x) * gate_up.y);
+  store_hidden(token % TOKENS * 32u + row / 2u % 32u, glu(gate_up.x, gate_up.y));
 }
 fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {
   workgroupBarrier();
