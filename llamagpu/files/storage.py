@@ -170,8 +170,10 @@ def rope_rows(heads: int, head_dim: int, rope_dims: int) -> NDArray[np.int64]:
 
 
 def fits_q6(layout: Layout) -> bool:
-    """Q6_K, which repack gives as int8: groups of 16 without offsets."""
-    return layout.storage is Storage.Q8 and layout.group == 16 and not layout.has_offset and layout.k % 64 == 0
+    """Q6_K, which repack gives as int8: groups of 16 without offsets, under sub-scales (IQ2_S has f32 scales; its
+    integers are larger)."""
+    int8 = layout.storage is Storage.Q8 and layout.scale_bits == 8
+    return int8 and layout.group == 16 and not layout.has_offset and layout.k % 64 == 0
 
 
 def to_q6(matrix: PackedMatrix) -> PackedMatrix:
