@@ -41,7 +41,7 @@ class WordWrap:
         self.write(prefix)
 
     def blanks(self, text: str) -> None:
-        self.gap += text.expandtabs(4)
+        self.gap += text.replace("\t", "    ")
 
     def word(self, parts: list[tuple[str, str]]) -> None:
         """A word as parts (style, text)."""
