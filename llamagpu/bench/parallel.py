@@ -38,8 +38,9 @@ class Times:
 
 
 def prompts_of(engine: Engine, tokens: int, count: int, shared: bool, seed: int) -> list[list[int]]:
-    """Random prompts, or one prompt in which only the last token differs."""
-    rng = np.random.default_rng(seed)
+    """Random prompts, or one prompt in which only the last token differs. Another count gets others: the pages of
+    earlier ones are still there."""
+    rng = np.random.default_rng((seed, count))
     found = rng.integers(0, engine.config.vocab, (count, tokens))
     if shared:
         found[:, :-1] = found[0, :-1]
