@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from gguf_builder import tiny_llama
-from serving import START_S, TEMPLATE
+from serving import EXACT, EXACT_ARGUMENTS, START_S, TEMPLATE
 
 from llamagpu import Llama
 from llamagpu.batch import Progress, Shard, finished, run_batch
@@ -56,7 +56,7 @@ def answers(path: Path) -> dict[str, Any]:
 
 def run(folder: Path, gpu: Any, source: Path, target: Path, shard: Shard | None = None) -> Progress:
     def load() -> Llama:
-        llama = Llama(folder / "tiny.gguf", device=gpu, kv_sequences=4)
+        llama = Llama(folder / "tiny.gguf", device=gpu, kv_sequences=4, **EXACT)
         llama.tokenizer.chat_template = TEMPLATE
         return llama
 
@@ -92,7 +92,7 @@ def test_killed_and_started_again(folder: Path, gpu: Any, tmp_path: Path) -> Non
     source = write_lines(tmp_path / "in.jsonl", [request(i) for i in range(24)])
     target, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     arguments = ["-m", folder / "tiny.gguf", "--chat-template-file", folder / "template.jinja", "-np", "4"]
-    command = [sys.executable, "-m", "llamagpu", "batch", "-i", source, "-o", target, *arguments]
+    command = [sys.executable, "-m", "llamagpu", "batch", "-i", source, "-o", target, *arguments, *EXACT_ARGUMENTS]
     process = subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + START_S
     while process.poll() is None and not (target.exists() and target.read_bytes().count(b"\n") >= 2):

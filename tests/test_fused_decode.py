@@ -217,11 +217,15 @@ def rows_gpu(fused_gpu, monkeypatch):
     monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, measured_barrier=True))
     monkeypatch.setattr(routes, "MAX_FUSED_VALUES", 1 << 20)
     monkeypatch.setattr(routes, "FUSED_BATCH", {4: (1, 2)})
-    monkeypatch.setattr(routes, "int8_result_lanes", lambda grid, caps: 16)  # 64 rows of gate and up in two passes
+    monkeypatch.setattr(
+        routes, "int8_result_lanes", lambda grid, caps: max(caps.subgroup, grid.invocations // 16)
+    )  # 64 rows of gate and up in two passes
     return fused_gpu
 
 
-SHARED_ROWS = SHAPE | dict(layers=2, heads=2, biases=True, ggml_type=by_name(**{"1.ffn_down": "Q8_0", "": "Q4_1"}))
+SHARED_ROWS = SHAPE | dict(
+    dim=256, layers=2, heads=2, biases=True, ggml_type=by_name(**{"1.ffn_down": "Q8_0", "": "Q4_1"})
+)
 
 
 def test_fused_rows_of_several_sequences(rows_gpu, tmp_path):

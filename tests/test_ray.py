@@ -12,6 +12,7 @@ import pytest
 from conftest import ROOT
 from gguf_builder import tiny_llama
 from package_data import default_model
+from serving import EXACT
 
 from llamagpu import Llama, Sampling
 from llamagpu.errors import BadArgument
@@ -41,9 +42,9 @@ class Killed(Predictor):
 
 
 def test_a_batch(gpu: Any, model: Path) -> None:
-    predictor = Predictor(model, max_tokens=6, sampling=SAMPLING, device=gpu)
+    predictor = Predictor(model, max_tokens=6, sampling=SAMPLING, device=gpu, **EXACT)
     found = predictor({"prompt": np.array([*PROMPTS[:3], "x" * 400], object), "id": np.arange(4)})
-    with Llama(model, device=gpu) as llama:
+    with Llama(model, device=gpu, **EXACT) as llama:
         alone = [llama.complete(text, max_tokens=6, sampling=Sampling(**SAMPLING)).text for text in PROMPTS[:3]]
     assert found["answer"].tolist() == [*alone, ""] and found["id"].tolist() == [0, 1, 2, 3]
     assert found["answer_finish_reason"].tolist()[2:] == ["length", "error"]
@@ -55,11 +56,13 @@ def test_a_batch(gpu: Any, model: Path) -> None:
 @pytest.mark.slow
 def test_two_actors_one_of_which_is_killed(gpu: Any, model: Path, tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
-    expected = Predictor(model, max_tokens=6, sampling=SAMPLING, device=gpu)({"prompt": np.array(PROMPTS, object)})
+    expected = Predictor(model, max_tokens=6, sampling=SAMPLING, device=gpu, **EXACT)(
+        {"prompt": np.array(PROMPTS, object)}
+    )
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}}
     ray.init(num_cpus=2, resources={"webgpu": 2}, include_dashboard=False, runtime_env=environment)
     try:
-        options = {"mark": str(tmp_path / "mark"), "model": str(model), "max_tokens": 6, "sampling": SAMPLING}
+        options = {"mark": str(tmp_path / "mark"), "model": str(model), "max_tokens": 6, "sampling": SAMPLING, **EXACT}
         data = ray.data.from_items([{"prompt": prompt} for prompt in PROMPTS]).repartition(6)
         more = {"batch_size": 4, "concurrency": 2, "num_cpus": 0, "resources": {"webgpu": 1}}
         rows = data.map_batches(Killed, fn_constructor_kwargs=options, **more).take_all()
