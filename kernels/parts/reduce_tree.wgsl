@@ -8,7 +8,8 @@ const LANES: u32 = 64u;      // a power of two, divides WORKGROUP
 const WORKGROUP: u32 = 64u;  // a power of two where sum_workgroup is used
 const TOKENS: u32 = 1u;
 const ROW_PAIRS: u32 = 1u;
-const SUMS: u32 = TOKENS * ROW_PAIRS;
+const TOKEN_TEAMS: u32 = 1u;
+const SUMS: u32 = TOKENS / TOKEN_TEAMS * ROW_PAIRS;
 const HELD: u32 = max(1u, SUMS / LANES);  // sums that a lane gets
 var<workgroup> lane_sums: array<vec2<f32>, WORKGROUP>;
 fn tree_sum(v: vec2<f32>, index: u32, lanes: u32) -> vec2<f32> {

@@ -293,7 +293,8 @@ class Ops:
     def subgroups_fit(self, route: Route[S]) -> bool:
         """Whether the sums of the kernel divide into whole subgroups."""
         size, own = self.gpu.caps.subgroup, self.constants(route)
-        sums, lanes = own.get("TOKENS", 1) * own.get("ROW_PAIRS", 1), own.get("LANES", own["WORKGROUP"])
+        sums = own.get("TOKENS", 1) // own.get("TOKEN_TEAMS", 1) * own.get("ROW_PAIRS", 1)
+        lanes = own.get("LANES", own["WORKGROUP"])
         if Role.STAGE in route.parts and size >= lanes:
             return size % lanes == 0
         return size >= sums and lanes % size == 0

@@ -199,7 +199,7 @@ def vector_lanes(caps: Caps) -> int:
 
 def rows_per_workgroup(c: Consts) -> int:
     """Matrix rows of a workgroup in which LANES invocations share ROW_PAIRS pairs of rows."""
-    return 2 * c.get("ROW_PAIRS", 1) * c["WORKGROUP"] // c["LANES"]
+    return 2 * c.get("ROW_PAIRS", 1) * c["WORKGROUP"] // c["LANES"] // c.get("TOKEN_TEAMS", 1)
 
 
 def row_pair_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
@@ -382,14 +382,32 @@ MAX_FUSED_VALUES = 8192  # rows x dim of a fused step
 GEMM_WIDTHS = (32, 64, 128, 256)  # most token rows of the small GEMM tiles
 
 # Likewise, and from how many token rows to how many. Two pairs of rows share what is read of x; one pair leaves more
-# lanes to a small matrix. Unpacked f16 weights and f32 inputs leave no registers for two pairs.
+# lanes to a small matrix, and registers to 16 tokens. Unpacked f16 weights and f32 inputs leave none for two pairs.
 SMALL_MATRIX = 8 << 20  # weights
+VOCABULARY = 32768  # rows of a matrix that gives every core enough of them
+STAGED = {"STAGED": 1, "PREFETCH": 1}
+
+
+def can_stage(s: Linear, c: Caps) -> bool:
+    return quantised_dot(s) and c.shared_bytes >= 32768
+
+
+def large_matrix(s: Linear) -> bool:
+    return no_extras(s) and quantised_dot(s) and s.n * s.k > SMALL_MATRIX
+
+
 GEMV_BATCH_SHAPES: tuple[tuple[str, tuple[int, ...], Callable[[Linear, Caps], bool], dict[str, int]], ...] = (
     (
         "int8 results, x staged",
-        (4, 8, 16),
-        lambda s, c: s.epilogue.to_int8 and quantised_dot(s) and c.shared_bytes >= 32768,
-        {"WORKGROUP": 256, "LANES": 16, "ROW_PAIRS": 2, "STAGED": 1, "PREFETCH": 1},
+        (16,),
+        lambda s, c: s.epilogue.to_int8 and can_stage(s, c),
+        {"WORKGROUP": 256, "LANES": 8, "ROW_PAIRS": 1} | STAGED,
+    ),
+    (
+        "int8 results, x staged",
+        (4, 8),
+        lambda s, c: s.epilogue.to_int8 and can_stage(s, c),
+        {"WORKGROUP": 256, "LANES": 16, "ROW_PAIRS": 2} | STAGED,
     ),
     (
         "int8 results",
@@ -398,21 +416,45 @@ GEMV_BATCH_SHAPES: tuple[tuple[str, tuple[int, ...], Callable[[Linear, Caps], bo
         {"WORKGROUP": 512, "LANES": 32, "ROW_PAIRS": 2},
     ),
     (
-        "large matrix",
+        "vocabulary, x staged",
+        (16,),
+        lambda s, c: no_extras(s) and s.n >= VOCABULARY and can_stage(s, c),
+        {"WORKGROUP": 256, "LANES": 8, "ROW_PAIRS": 1} | STAGED,
+    ),
+    (
+        "vocabulary, x staged",
         (8,),
-        lambda s, c: no_extras(s) and quantised_dot(s) and s.n * s.k > SMALL_MATRIX and s.n < 4096,
+        lambda s, c: no_extras(s) and s.n >= VOCABULARY and can_stage(s, c),
+        {"WORKGROUP": 128, "LANES": 8, "ROW_PAIRS": 2} | STAGED,
+    ),
+    (
+        "few rows, large matrix",
+        (8,),
+        lambda s, c: large_matrix(s) and s.n < 4096,
         {"WORKGROUP": 256, "LANES": 128, "ROW_PAIRS": 2, "PREFETCH": 1},
     ),
     (
         "many rows, large matrix",
         (8,),
-        lambda s, c: no_extras(s) and quantised_dot(s) and s.n * s.k > SMALL_MATRIX,
+        lambda s, c: large_matrix(s),
         {"WORKGROUP": 256, "LANES": 64, "ROW_PAIRS": 2, "PREFETCH": 1},
     ),
     (
-        "large matrix",
+        "few rows, large matrix",
         (16,),
-        lambda s, c: no_extras(s) and quantised_dot(s) and SMALL_MATRIX < s.n * s.k <= 4 * SMALL_MATRIX,
+        lambda s, c: large_matrix(s) and s.n < 4096,
+        {"WORKGROUP": 256, "LANES": 64, "ROW_PAIRS": 2, "PREFETCH": 1, "TOKEN_TEAMS": 2},
+    ),
+    (
+        "long rows, large matrix",
+        (16,),
+        lambda s, c: large_matrix(s) and s.n <= s.k,
+        {"WORKGROUP": 256, "LANES": 32, "ROW_PAIRS": 2, "PREFETCH": 1, "TOKEN_TEAMS": 2},
+    ),
+    (
+        "many rows, large matrix",
+        (16,),
+        lambda s, c: large_matrix(s) and s.n * s.k <= 4 * SMALL_MATRIX,
         {"WORKGROUP": 256, "LANES": 128, "ROW_PAIRS": 2, "PREFETCH": 1},
     ),
     (
