@@ -222,7 +222,7 @@ def sample_on(
         raw,
         gpu.read(values, np.float32, logits.size).reshape(logits.shape),
         scored,
-        words[0][sampler.first_change :].reshape(SLOTS, CHANGE_WORDS),
+        words[0][sampler.first_change :][: SLOTS * CHANGE_WORDS].reshape(SLOTS, CHANGE_WORDS),
         bool((np.delete(rings, [slot for slot, _, _ in firsts], axis=0) == UNTOUCHED).all()),
     )
 
@@ -319,6 +319,24 @@ def random_sampling(rng: np.random.Generator, vocab: int) -> Sampling:
         frequency_penalty=some(rng.uniform(-2, 2), 0.3, 0.0),
         logit_bias=dict(zip(biases.tolist(), values.tolist(), strict=True)),
     )
+
+
+@covers("check_logits")
+@pytest.mark.parametrize("vocab", [1, 300, 3001])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_no_numbers(gpu, vocab, wrong):
+    """Each in a segment of its own; before masks, whose logits count as well."""
+    for at in {0, vocab // 2, vocab - 1}:
+        logits = np.full((3, vocab), 3.4e38, np.float32)
+        logits[1, at] = wrong
+        sampler, step = DeviceSampler(gpu, SLOTS, vocab), Steps(gpu, 50, SLOTS)
+        gpu.write(sampler.ring, np.full(sampler.first_change, UNTOUCHED, np.uint32))
+        step.write(*MIXED)
+        head = HeadBuffers(gpu.upload(logits, "logits"), gpu.zeros(8 * 3 * vocab, "candidates"), step.buffer, 3)
+        kind = SampleKind(greedy=True, masked=True, checked=True)
+        run(gpu, sampler.dispatches(step.ops, kind, head, Candidates(vocab, vocab, 1), None, None))
+        words = gpu.read(sampler.ring, np.uint32, sampler.first_change)
+        assert [sampler.logits_finite(words, seg.slot) for seg in MIXED] == [True, False, True]
 
 
 @covers("mask_logits")

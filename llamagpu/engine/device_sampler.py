@@ -45,9 +45,10 @@ class DeviceSampler:
 
     def __init__(self, gpu: Gpu, slots: int, vocab: int) -> None:
         self.gpu, self.slots, self.vocab = gpu, slots, vocab
-        # [slots, RING_WORDS], then the grid barrier of fused decode, so that its state comes back with the tokens, then
-        # [slots, CHANGE_WORDS]: recent tokens by position % last_n, (token, bias), logits before the changes
-        self.first_change = slots * RING_WORDS + BARRIER_WORDS
+        # [slots, RING_WORDS], then what comes back with the tokens: the barrier of fused decode and [slots] checks;
+        # then [slots, CHANGE_WORDS]: recent tokens by position % last_n, (token, bias), logits before the changes
+        self.first_check = slots * RING_WORDS + BARRIER_WORDS
+        self.first_change = self.first_check + slots
         self.ring: Buffer = gpu.zeros((self.first_change + slots * CHANGE_WORDS) * 4, "ring")
         self.settings: Buffer = gpu.zeros(MAX_SEGMENTS * SETTING_WORDS * 4, "sampling", wgpu.BufferUsage.UNIFORM)
         self.mask_words = -(-vocab // 32)
@@ -60,7 +61,7 @@ class DeviceSampler:
         return [self.ring, self.settings, self.masks, self.scores]
 
     def results(self, logprobs: bool = False) -> list[AnyBuffer]:
-        """What the host reads back: sampled tokens and the barrier, then log probabilities."""
+        """What the host reads back: sampled tokens, the barrier and checks, then log probabilities."""
         tokens = BufferRange(self.ring, 0, 4 * self.first_change)
         return [tokens, self.scores] if logprobs else [tokens]
 
@@ -79,6 +80,10 @@ class DeviceSampler:
         """
         at = slot * RING_WORDS + position % RING
         return int(words[at]), floats(words[at + RING : at + RING + 1])[0]
+
+    def logits_finite(self, words: NDArray[np.uint32], slot: int) -> bool:
+        """Whether the logits were numbers, where they were checked."""
+        return not words[self.first_check + slot]
 
     def token_scores(self, words: NDArray[np.uint32], slot: int, position: int, count: int) -> Scores:
         """The log probabilities of the `count` likeliest tokens and of the sampled one."""
@@ -145,6 +150,9 @@ class DeviceSampler:
         rings: Consts = {"RING": RING, "RING_WORDS": RING_WORDS}
         both: dict[str, Bindable] = {"logits": head.logits, "candidates": head.candidates, "sampling": self.settings}
         dispatches = []
+        if kind.checked:
+            checked: dict[str, Bindable] = {"ring": self.ring, "logits": head.logits}
+            dispatches.append(ops.check_logits({"VOCAB": found.vocab, "CHECKS": self.first_check}, checked, head))
         if kind.logprobs:
             dispatches.append(ops.top_logprobs(found.consts | {"RING": RING}, both | {"scores": self.scores}, head))
         if kind.masked:
@@ -168,6 +176,7 @@ class SampleKind:
     greedy: bool  # no row has a temperature, bias or penalty
     masked: bool = False  # a row has a mask
     logprobs: bool = False  # a row wants log probabilities
+    checked: bool = False  # the logits of a row may be no numbers
 
 
 def floats(words: NDArray[np.uint32]) -> list[float]:

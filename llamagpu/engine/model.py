@@ -160,12 +160,14 @@ class Model(ABC):
         masked: bool = False,
         logprobs: bool = False,
         sampled: int | None = None,
+        checked: bool = False,
     ) -> Plan:
         """The next token of each segment of the step before, or of the first `sampled` ones, sampled on the device.
 
-        The next step has a row for each of them. Without `greedy` the rows may have any parameters.
+        The next step has a row for each of them. Without `greedy` the rows may have any parameters; with `checked` the
+        sampler tells whether all logits are numbers.
         """
-        kind = SampleKind(greedy, masked, logprobs)
+        kind = SampleKind(greedy, masked, logprobs, checked)
         key = PlanKey(PlanKind.SAMPLE, sampled or segments, segments=segments, sampling=kind)
         return self._cached(key, lambda: tagged(self.sample_dispatches(kind, key.width, segments), "sampling", None))
 

@@ -782,6 +782,12 @@ class Ops:
         parts = (*parts, *self.parts(routes.EMBED[0], shard.layout.storage), "embed_next")
         return self.gpu.dispatch(kernel, parts, consts | shard.consts, bound | shard.bindings, grid)
 
+    def check_logits(self, consts: Consts, bindings: Mapping[str, Bindable], head: HeadBuffers) -> Dispatch:
+        """Whether all logits are numbers, for each segment."""
+        return self.gpu.dispatch(
+            "check_logits", (), consts, {"step": self.step} | dict(bindings), (head.segments, 1, 1)
+        )
+
     def mask_logits(self, consts: Consts, bindings: Mapping[str, Bindable], head: HeadBuffers) -> Dispatch:
         """The logits and candidates that the masks leave, for each segment."""
         count = int(consts["CANDIDATES"])

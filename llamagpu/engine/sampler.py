@@ -134,12 +134,16 @@ def random_number(seed: int, position: int) -> float:
     return (pcg(pcg(seed ^ ((position * 2654435761) & 0xFFFFFFFF))) >> 8) / (1 << 24)
 
 
-def need_finite(logits: Floats) -> None:
-    if not np.isfinite(logits).all():
-        raise NumericCheckFailed(
-            "the model's output is not a number (NaN or infinite)",
-            "the file may be damaged: fetch it again; or try --precision high",
-        )
+def need_finite(values: Floats) -> None:
+    if not np.isfinite(values).all():
+        raise not_finite()
+
+
+def not_finite() -> NumericCheckFailed:
+    return NumericCheckFailed(
+        "the model's output is not a number (NaN or infinite)",
+        "the file may be damaged: fetch it again; or try --precision high",
+    )
 
 
 def add_bias(logits: Floats, sampling: Sampling) -> Floats:

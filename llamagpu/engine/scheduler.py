@@ -24,7 +24,7 @@ from llamagpu.engine.engine import Engine, Progress
 from llamagpu.engine.fair_lock import FairLock
 from llamagpu.engine.grammar import Matcher
 from llamagpu.engine.pages import PAGE, common
-from llamagpu.engine.sampler import HostSampler, Sampling, Scores, need_finite, score
+from llamagpu.engine.sampler import HostSampler, Sampling, Scores, not_finite, score
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import MAX_SEGMENTS, Segment
 from llamagpu.errors import DeviceLost, DoesNotFit, NumericCheckFailed, Overloaded
@@ -415,6 +415,7 @@ class Scheduler:
             masked=any(r.masked for r in requests),
             logprobs=any(r.scored for r in requests),
             sampled=len(requests),
+            checked=any(r.state is State.PROMPT for r in requests),
         )
 
     def _results(self, requests: list[Request]) -> list[AnyBuffer]:
@@ -433,15 +434,14 @@ class Scheduler:
     def _deliver(self, request: Request, segment: int, words: NDArray[np.uint32]) -> None:
         """The token of a row that a step has computed."""
         request.sequence.checked = len(request.sequence)
-        first, logits = request.state is State.PROMPT, None
-        if request.sample or first:
-            logits = self.engine.segment_logits(segment)
+        first = request.state is State.PROMPT
+        logits = self.engine.segment_logits(segment) if request.sample else None
         with self._ends_alone(request):
             if request.error:
                 raise request.error
-            if logits is not None:
-                need_finite(logits)  # the device ignores NaN where some logits are numbers
             if first:
+                if not self.engine.model.sampler.logits_finite(words, request.sequence.slot):
+                    raise not_finite()
                 self.engine.cache.record(request.sequence)
             request.state = State.DECODE
             if request.most == 0:  # only the prompt was wanted

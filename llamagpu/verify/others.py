@@ -53,6 +53,7 @@ def other_cases(gpu: Gpu) -> Iterator[Case]:
     yield Case("quantise_int8", "width 576, m 5", partial(quantise, gpu), REQUANTISED)
     yield from architecture_cases(gpu)
     yield from expert_cases(gpu)
+    yield Case("check_logits", "vocab 3000", partial(check_logits, gpu), COPIED)
     yield Case("mask_logits", "vocab 3000", partial(mask_logits, gpu), COPIED)
     yield Case("top_logprobs", "4 of 3000", partial(top_logprobs, gpu))
     yield Case("argmax", "vocab 3000", partial(argmax, gpu), COPIED)
@@ -141,6 +142,18 @@ def scored(gpu: Gpu, kind: SampleKind) -> tuple[DeviceSampler, Array, Array, Arr
         gpu.read(sampler.scores, np.uint32, sampler.scores.size // 4),
     )
     return sampler, words, before[0], gpu.read(head.logits, np.float32, 3000)
+
+
+def check_logits(gpu: Gpu) -> Answer:
+    """Whether the last logit is infinite; of all numbers, first."""
+    found = []
+    for last in (0.0, np.inf):
+        logits, ring, make = np.zeros(3000, np.float32), gpu.zeros(8, "ring"), Ops(gpu, step_buffer(gpu, 1))
+        logits[-1] = last
+        head = HeadBuffers(gpu.upload(logits, "logits"), ring, make.step)
+        run(gpu, [make.check_logits({"VOCAB": 3000, "CHECKS": 1}, {"ring": ring, "logits": head.logits}, head)])
+        found.append(gpu.read(ring, np.uint32, 2))
+    return np.array(found), np.array([[0, 0], [0, 1]])
 
 
 def mask_logits(gpu: Gpu) -> Answer:
