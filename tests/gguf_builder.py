@@ -163,6 +163,23 @@ def tiny_llama(path: Path, *, version: int = 3, alignment: int = 32, n_parts: in
     return write_gguf(path, *tiny_parts(**model), version, alignment, n_parts)
 
 
+def overflowing_llama(path: Path, token: int, **model: Any) -> Path:
+    """A random model whose logits are NaN once it has read `token`: only that embedding has a first number."""
+    keys, tensors = tiny_parts(tied=False, **model)
+
+    def floats(name: str) -> np.ndarray:
+        _, shape, data = tensors[name]
+        return np.frombuffer(data, "<f4").reshape(shape).copy()
+
+    embeddings, norm = floats("token_embd.weight"), floats("blk.0.attn_norm.weight")
+    embeddings[token] = embeddings[:, 0] = 0
+    embeddings[token, 0] = 1
+    norm[0] = 1e38
+    for name, array in (("token_embd.weight", embeddings), ("blk.0.attn_norm.weight", norm)):
+        tensors[name] = (tensors[name][0], array.shape, array.tobytes())
+    return write_gguf(path, keys, tensors)
+
+
 def tiny_parts(
     *,
     seed: int = 0,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_builder import Tensors, tiny_llama, tiny_parts, write_gguf
+from gguf_builder import overflowing_llama, tiny_llama
 from test_company import GREEDY, Alone, Wanted, check_empty, finish, load, run
 
 from llamagpu import Grammar, Llama, Sampling
@@ -133,22 +133,9 @@ def test_paused_in_the_middle_of_a_prompt(path, gpu):
 # What ends alone, and what ends all
 
 
-def floats(tensors: Tensors, name: str) -> np.ndarray:
-    _, shape, data = tensors[name]
-    return np.frombuffer(data, "<f4").reshape(shape).copy()
-
-
 @pytest.fixture(scope="module")
 def nan_path(tmp_path_factory) -> Path:
-    """A model in which one token overflows: only its embedding has a first number."""
-    keys, tensors = tiny_parts(tied=False)
-    embeddings, norm = (floats(tensors, name) for name in ("token_embd.weight", "blk.0.attn_norm.weight"))
-    embeddings[NAN_ID] = embeddings[:, 0] = 0
-    embeddings[NAN_ID, 0] = 1
-    norm[0] = 1e38
-    for name, array in (("token_embd.weight", embeddings), ("blk.0.attn_norm.weight", norm)):
-        tensors[name] = (tensors[name][0], array.shape, array.tobytes())
-    return write_gguf(tmp_path_factory.mktemp("nan") / "nan.gguf", keys, tensors)
+    return overflowing_llama(tmp_path_factory.mktemp("nan") / "nan.gguf", NAN_ID)
 
 
 @pytest.mark.parametrize("backend", Backend)

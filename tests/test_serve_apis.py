@@ -97,7 +97,10 @@ def test_responses(client: openai.OpenAI) -> None:
     with client.responses.stream(
         model=MODEL, input="hello you", instructions="Be brief.", max_output_tokens=8, temperature=0
     ) as stream:
-        kinds = [event.type for event in stream]
+        events: list[Any] = list(stream)
+    kinds = [event.type for event in events]
+    assert events[-1].response.incomplete_details.reason == "max_output_tokens"
+    assert events[-2].item.status == events[-1].response.output[0].status == "incomplete"
     assert kinds[:4] == [
         "response.created",
         "response.in_progress",

@@ -15,9 +15,9 @@ from llamagpu.serve.chat import AUTO, NONE, REQUIRED, ChatTask, arguments_object
 from llamagpu.serve.chat_completions import Part, text_of
 from llamagpu.serve.chat_completions import variables as template_variables
 from llamagpu.serve.engine_thread import Job
-from llamagpu.serve.errors import invalid
+from llamagpu.serve.errors import ApiError, invalid
 from llamagpu.serve.generating import generating
-from llamagpu.serve.http import KEEP_ALIVE, Call, EventStream, event, json_response
+from llamagpu.serve.http import KEEP_ALIVE, Call, EventStream, event, json_response, reported
 from llamagpu.serve.parameters import SamplingFields, parameters
 from llamagpu.serve.state import Server
 
@@ -93,8 +93,9 @@ async def complete(server: Server, request: ResponseRequest) -> dict[str, Any]:
             for _, arrived in update:
                 list(items.add(answer.push("".join(token.text for token in arrived))))
         list(items.add(answer.end()))
-        list(items.close())
-        return {**head, **ending(jobs[0], items.found)}
+        end = ending(jobs[0])
+        list(items.close(end["status"]))
+        return {**head, **end, "output": items.found}
 
 
 async def stream(server: Server, request: ResponseRequest) -> AsyncGenerator[bytes, None]:
@@ -109,18 +110,22 @@ async def stream(server: Server, request: ResponseRequest) -> AsyncGenerator[byt
     async with generating(server, lambda llama: prepare(task, llama), 1) as (jobs, new_answer):
         answer, items, job = new_answer(), Items(), jobs[0]
         yield b"".join(typed({"type": f"response.{name}", "response": head}) for name in ("created", "in_progress"))
-        async for update in jobs.updates(server.options.keep_alive_s):
-            if not update:
-                yield KEEP_ALIVE
-            for _, arrived in update:
-                deltas = answer.push("".join(token.text for token in arrived))
-                if job.ended:
-                    deltas += answer.end()
-                if out := b"".join(map(typed, items.add(deltas))):
-                    yield out
-        closing = b"".join(map(typed, items.close()))
-        end = {**head, **ending(job, items.found)}
-        yield closing + typed({"type": f"response.{end['status']}", "response": end})
+        try:
+            async for update in jobs.updates(server.options.keep_alive_s):
+                if not update:
+                    yield KEEP_ALIVE
+                for _, arrived in update:
+                    deltas = answer.push("".join(token.text for token in arrived))
+                    if job.ended:
+                        deltas += answer.end()
+                    if out := b"".join(map(typed, items.add(deltas))):
+                        yield out
+            end = ending(job)
+        except Exception as error:
+            end = failure(reported(error))
+        closing = b"".join(map(typed, items.close(end["status"])))
+        response = {**head, **end, "output": items.found}
+        yield closing + typed({"type": f"response.{end['status']}", "response": response})
 
 
 class Items:
@@ -153,12 +158,12 @@ class Items:
         more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         yield self._event(f"response.{part['type']}.delta", content_index=0, delta=delta.text, **more)
 
-    def close(self) -> Iterator[dict[str, Any]]:
+    def close(self, response_status: str = "completed") -> Iterator[dict[str, Any]]:
         """The end of the item that is open."""
         if not self.found:
             return
         item = self.found[-1]
-        item["status"] = "completed"
+        item["status"] = "completed" if response_status == "completed" else "incomplete"
         if item["type"] == "function_call":
             named = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **named)
@@ -213,12 +218,11 @@ def heading(server: Server, request: ResponseRequest) -> dict[str, Any]:
     }
 
 
-def ending(job: Job, output: list[dict[str, Any]]) -> dict[str, Any]:
+def ending(job: Job) -> dict[str, Any]:
     complete, used = job.finish_reason == "stop", job.usage
     return {
         "status": "completed" if complete else "incomplete",
         "incomplete_details": None if complete else {"reason": "max_output_tokens"},
-        "output": output,
         "usage": {
             "input_tokens": used.prompt_tokens,
             "input_tokens_details": {"cached_tokens": used.cached_tokens},
@@ -227,6 +231,12 @@ def ending(job: Job, output: list[dict[str, Any]]) -> dict[str, Any]:
             "total_tokens": used.prompt_tokens + used.completion_tokens,
         },
     }
+
+
+def failure(error: ApiError) -> dict[str, Any]:
+    """The end of a response that has begun: its status was sent. The API has few codes for it."""
+    code = "server_error" if error.status >= 500 else "invalid_prompt"
+    return {"status": "failed", "error": {"code": code, "message": error.message}}
 
 
 def task_of(request: ResponseRequest, llama: Llama) -> ChatTask:
