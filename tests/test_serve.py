@@ -185,6 +185,28 @@ def test_forced_tool_calls(client: openai.OpenAI, choice: Any) -> None:
     assert len(pieces) > 2  # they arrive as they are generated
 
 
+@pytest.mark.parametrize(
+    ("choice", "first", "called"),
+    [("auto", "<", True), ("auto", "{", False), ("none", "<", False), ("required", "{", True)],
+)
+def test_tools_with_a_schema(client: openai.OpenAI, choice: Any, first: str, called: bool) -> None:
+    """A call or an answer, as the model begins. The bias decides that, and that the text ends where it may."""
+
+    class Animal(pydantic.BaseModel):
+        tame: bool
+
+    strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    request: Any = {"tools": [strict], "tool_choice": choice, "response_format": Animal, "max_tokens": 200}
+    request |= {"logit_bias": {str(3 + ord(first)): 100, "2": 100}, "temperature": 1, "seed": 4}
+    found = client.chat.completions.parse(model=MODEL, messages=HELLO, **request).choices[0]
+    if called:
+        assert found.finish_reason == "tool_calls" and not found.message.content and found.message.tool_calls
+        assert json.loads(found.message.tool_calls[0].function.arguments)["city"] in ("Rome", "Oslo")
+    else:
+        assert found.finish_reason == "stop" and isinstance(found.message.parsed, Animal)
+        assert not found.message.tool_calls
+
+
 def test_tool_results_reach_the_prompt(http: httpx.Client) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     messages = [

@@ -1,14 +1,28 @@
 """Tool calls and reasoning in the text of an answer, however the text is cut into pieces."""
 
 import json
+import re
 from typing import Any
 
 import pytest
+from gguf_builder import spm_vocab
 from package_data import templates
 
+from llamagpu.engine.grammar import Grammar, GrammarVocabulary, Matcher, allowed_tokens
 from llamagpu.files.chat_template import render
+from llamagpu.files.tokenizer import Tokenizer
 from llamagpu.serve.answer import Answer
-from llamagpu.serve.tools import HERMES, LLAMA3, MISTRAL, ToolStyle, call_id, call_schema, style_of, with_generic_prompt
+from llamagpu.serve.tools import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    ToolStyle,
+    call_id,
+    call_or_answer,
+    call_schema,
+    style_of,
+    with_generic_prompt,
+)
 
 ARGUMENTS = '{"a": "}\\"{", "b": [1, {"c": 2}]}'
 HERMES_CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -133,3 +147,44 @@ def test_real_templates_show_tools_calls_and_results(name: str) -> None:
     ]
     text = render(templates()[name], messages, bos_token="<s>", eos_token="</s>", tools=[tool])
     assert '"of a city"' in text and '"city": "Rome"' in text and "warm" in text
+
+
+CALL = '{"name": "f", "arguments": {"x": 1}}'
+LLAMA3_CALL = CALL.replace("arguments", "parameters")
+EITHER = [  # style, texts that match, texts that do not
+    (HERMES, [f"<tool_call>\n{CALL}\n</tool_call>"], [CALL, "<tool_call>\n{}\n</tool_call>"]),
+    (LLAMA3, [LLAMA3_CALL, f"<|python_tag|>{LLAMA3_CALL}"], [CALL, "<|python_tag|>true"]),
+    (MISTRAL, [f"[TOOL_CALLS][{CALL}]"], [CALL, f"[TOOL_CALLS]{CALL}", "[TOOL_CALLS][true]"]),
+]
+
+
+@pytest.mark.parametrize(("style", "calls", "others"), EITHER, ids=["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("control", [True, False])
+def test_a_call_or_an_answer(style: ToolStyle, calls: list[str], others: list[str], control: bool) -> None:
+    """Where the beginning of a call is a control token, and where it is text."""
+    vocabulary = spm_vocab(289)
+    if control:
+        vocabulary["tokenizer.ggml.tokens"][288] = style.begin
+        vocabulary["tokenizer.ggml.token_type"][288] = 3
+    tokenizer = Tokenizer.from_gguf(vocabulary)
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": False}
+    tool = {"function": {"name": "f", "parameters": parameters}}
+    grammar = Grammar.lark(call_or_answer(call_schema([tool], style), {"type": "boolean"}, style, tokenizer))
+    tokens = GrammarVocabulary(tokenizer, 289)
+
+    def matches(text: str) -> bool:
+        ids = [id for part in re.split(f"({re.escape(style.begin)})", text) for id in pieces(part)]
+        matcher = Matcher(grammar, tokens)
+        for id in ids:
+            if not allowed_tokens(matcher.mask(), 289)[id]:
+                return False
+            matcher.accept(id)
+        return matcher.finished
+
+    def pieces(part: str) -> list[int]:
+        return tokenizer.encode(part, bos=False) if part == style.begin and control else tokenizer.encode_inner(part)
+
+    for text in ["true", *calls, f"{calls[0]}\n{calls[0]}"]:
+        assert matches(text), text
+    for text in ["tru", "1", "", *others]:
+        assert not matches(text), text

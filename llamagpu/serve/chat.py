@@ -11,7 +11,7 @@ from llamagpu.serve.answer import THINK_TAGS, Answer, Delta
 from llamagpu.serve.errors import ApiError, as_api_error, invalid
 from llamagpu.serve.generating import check_length, generations
 from llamagpu.serve.parameters import Parameters
-from llamagpu.serve.tools import Tool, ToolStyle, call_schema, style_of, with_generic_prompt
+from llamagpu.serve.tools import Tool, ToolStyle, call_or_answer, call_schema, style_of, with_generic_prompt
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 
@@ -47,7 +47,7 @@ def prepare(task: ChatTask, llama: Llama) -> tuple[list[Generation], NewAnswer]:
     check(task)
     style, text, thinking = render(task, llama)
     check_length(text, llama, "messages")
-    grammar = grammar_of(task, style)
+    grammar = grammar_of(task, style, llama)
     if grammar and thinking:  # the grammar is of the answer, not of the reasoning
         text, thinking = f"{text.rstrip()}\n\n{thinking}\n\n", None
     names = {tool["function"]["name"] for tool in task.offered}
@@ -76,11 +76,6 @@ def check(task: ChatTask) -> None:
     if task.forced and not task.offered:
         missing = f"there is no tool {task.tool_choice[1:]!r}" if task.tool_choice.startswith("=") else "there is none"
         raise invalid(f"tool_choice wants a tool, and {missing}", "tool_choice")
-    if task.schema is not None and task.offered:
-        raise invalid(
-            "response_format leaves no room for tool calls: leave it or tools out, or set tool_choice to none",
-            "response_format",
-        )
 
 
 def render(task: ChatTask, llama: Llama) -> tuple[ToolStyle, str, str | None]:
@@ -102,14 +97,25 @@ def render(task: ChatTask, llama: Llama) -> tuple[ToolStyle, str, str | None]:
     return style, text, thinking
 
 
-def grammar_of(task: ChatTask, style: ToolStyle) -> Grammar | None:
-    schema = call_schema(task.offered, style) if task.forced else task.schema
-    if schema is None:
+def grammar_of(task: ChatTask, style: ToolStyle, llama: Llama) -> Grammar | None:
+    """Of the call that must come, or of the answer; where tools are offered beside a schema, of either."""
+    if task.forced:
+        return json_grammar(call_schema(task.offered, style), "tools")
+    if task.schema is None:
         return None
+    answer = json_grammar(task.schema, "response_format")
+    if not task.offered:
+        return answer
+    calls = call_schema(task.offered, style)
+    json_grammar(calls, "tools")  # a schema that cannot be used is refused with the name of its field
+    return Grammar.lark(call_or_answer(calls, task.schema, style, llama.tokenizer))
+
+
+def json_grammar(schema: Mapping[str, Any], param: str) -> Grammar:
     try:
         return Grammar.json_schema(schema)
     except LlamaGpuError as error:
-        raise as_api_error(error, "tools" if task.forced else "response_format") from error
+        raise as_api_error(error, param) from error
 
 
 @dataclass(slots=True)

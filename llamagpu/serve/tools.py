@@ -1,4 +1,4 @@
-"""How models write tool calls: the style that a chat template asks for, and the grammar of a call that must come."""
+"""How models write tool calls: the style that a chat template asks for, and the grammar of calls."""
 
 import json
 import random
@@ -6,6 +6,9 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from llamagpu.engine.grammar import JSON_OPTIONS
+from llamagpu.files.tokenizer import Tokenizer
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": ...}}
 
@@ -18,15 +21,18 @@ class ToolStyle:
     bare: bool = False  # whether an answer that begins with a call has nothing in front of it
     special: bool = False  # whether `begin` is a control token
     forced: str = ""  # the beginning of an answer that must be a call: the JSON object of one follows
+    closing: str = ""  # what stands after that object
     id_letters: int = 24
     mark: str = ""  # what templates that ask for it also have
 
 
-HERMES = ToolStyle("<tool_call>", "</tool_call>", forced="<tool_call>\n")  # Qwen, Hermes, SmolLM
+HERMES = ToolStyle(  # Qwen, Hermes, SmolLM
+    "<tool_call>", "</tool_call>", forced="<tool_call>\n", closing="\n</tool_call>"
+)
 LLAMA3 = ToolStyle(
     "<|python_tag|>", arguments="parameters", bare=True, special=True, mark='"parameters": dictionary of argument name'
 )
-MISTRAL = ToolStyle("[TOOL_CALLS]", special=True, forced="[TOOL_CALLS][", id_letters=9)
+MISTRAL = ToolStyle("[TOOL_CALLS]", special=True, forced="[TOOL_CALLS][", closing="]", id_letters=9)
 GENERIC_PROMPT = """You can call functions. Each line describes one:
 {tools}
 
@@ -95,6 +101,21 @@ def call_schema(tools: Sequence[Tool], style: ToolStyle) -> dict[str, Any]:
             }
         )
     return {"anyOf": choices, "$defs": definitions}
+
+
+def call_or_answer(call: Mapping[str, Any], answer: Mapping[str, Any], style: ToolStyle, tokenizer: Tokenizer) -> str:
+    """A Lark grammar: calls of one schema, or an answer of another."""
+    id, *more = tokenizer.encode(style.begin, bos=False)
+    control = tokenizer.is_control(id) and not more
+    begin = f"<[{id}]>" if control else json.dumps(style.begin)  # a control token does not match its text
+    opening = json.dumps(style.forced.removeprefix(style.begin))
+    rules = {
+        "start": 'call ("\\n" call)* | answer',
+        "call": f"{f'({begin})?' if style.bare else begin} {opening} call_object {json.dumps(style.closing)}",
+        "call_object": f"%json {json.dumps({**call, 'x-guidance': JSON_OPTIONS})}",
+        "answer": f"%json {json.dumps({**answer, 'x-guidance': JSON_OPTIONS})}",
+    }
+    return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
 
 
 def moved(schema: Any, root: str) -> Any:
