@@ -13,7 +13,8 @@ import uvicorn
 from serving import START_S, served
 
 from llamagpu.errors import LlamaGpuError
-from llamagpu.serve.server import HttpServer, TimedProtocol, is_public, listen
+from llamagpu.serve.options import is_public
+from llamagpu.serve.server import HttpServer, TimedProtocol, listen
 
 LONG = {"prompt": "a", "max_tokens": 300, "temperature": 0, "stream": True}
 

@@ -38,7 +38,7 @@ def make(load: Any, **options: Any) -> tuple[Server, httpx.AsyncClient, asyncio.
     ended = asyncio.Event()
     server = Server(ServeOptions(**options), EngineThread(load, Metrics(), 1, ended.set), Metrics(), lambda text: None)
     server.engine.start()
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(make_app(server)), base_url="http://test")
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(make_app(server)), base_url="http://localhost")
     return server, client, ended
 
 
@@ -79,6 +79,50 @@ def test_origins_that_are_named() -> None:
                 assert refused.status_code == 403
                 named = await client.get("/v1/models", headers={"Origin": "https://a.example"})
                 assert named.status_code == 401
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+LOCAL = ("localhost", "localhost:8080", "LOCALHOST:1", "127.0.0.1:9", "127.0.0.1", "[::1]:8080", "[::1]")
+FOREIGN = ("evil.example", "evil.example:8080", "127.0.0.1.evil.example", "127.evil.example", "localhost.evil.example",
+           "10.0.0.1", "0.0.0.0:8080", "[::2]", "[::1", "x@y:z", "é", ":8080")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed", "refused"),
+    [
+        ({}, LOCAL, FOREIGN),
+        ({"host": "::1"}, LOCAL, FOREIGN),
+        ({"host": "127.0.0.2"}, (*LOCAL, "127.0.0.2:80"), FOREIGN),
+        ({"allowed_hosts": ("box.lan",)}, (*LOCAL, "box.lan:8080", "Box.lan"), (*FOREIGN, "a.box.lan")),
+        ({"allowed_hosts": ("*",)}, (*LOCAL, "box.lan"), ()),
+        ({"api_keys": ("k",)}, (*LOCAL, *FOREIGN), ()),  # the page does not have the key
+        ({"host": "0.0.0.0"}, (*LOCAL, *FOREIGN), ()),
+        ({"host": "0.0.0.0", "allowed_hosts": ("10.0.0.1",)}, (*LOCAL, "10.0.0.1:8080"), ("10.0.0.2", "evil.example")),
+    ],
+)
+def test_names_of_the_server(options: Any, allowed: tuple[str, ...], refused: tuple[str, ...]) -> None:
+    found = ServeOptions(**options)
+    assert all(map(found.allows_host, allowed)) and not any(map(found.allows_host, refused))
+
+
+def test_other_names_are_refused() -> None:
+    """DNS rebinding: a page of evil.example asks 127.0.0.1 by its own name, so that its origin is the server's."""
+
+    async def main() -> None:
+        with loading() as (load, _):
+            _, client, _ = make(load)
+            names = {"Host": "evil.example", "Origin": "http://evil.example"}
+            async with client:
+                for path, kind in (
+                    ("/v1/chat/completions", "invalid_request_error"),
+                    ("/v1/messages", "permission_error"),
+                ):
+                    found = await client.post(path, json=BODY, headers=names)
+                    error = found.json()["error"]
+                    assert (found.status_code, error["type"]) == (403, kind) and "--allowed-host" in error["message"]
+                assert (await client.get("/", headers={"Host": "evil.example"})).status_code == 403
+                assert (await client.get("/", headers={"Host": "127.0.0.1:8080"})).status_code == 200
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

@@ -38,6 +38,14 @@ def serve(
     cors: Annotated[
         list[str] | None, o.option("--cors", help="Origin whose pages may ask, or *; may be repeated (default: none).")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        o.option(
+            "--allowed-host",
+            help="Further name that requests may use for this server, or *; may be repeated (default: on 127.0.0.1 "
+            "without a key only localhost and 127.0.0.1, else any).",
+        ),
+    ] = None,
     queue: Annotated[int, o.option("--queue", min=0, help="Generations that may wait; others get status 429.")] = 256,
     max_body: Annotated[int, o.option("--max-body", min=1, help="Largest body of a request in MiB.")] = 16,
     timeout: Annotated[float, o.option("--timeout", help="Seconds for a request.", callback=o.finite(0.1))] = 3600.0,
@@ -68,7 +76,7 @@ def serve(
     """
     need_packages()
     from llamagpu.serve import server
-    from llamagpu.serve.options import ServeOptions
+    from llamagpu.serve.options import ServeOptions, is_public
 
     template = read_text(None, template_file) if template_file else None
     keys = (*(api_key or ()), *read_keys(api_key_file))
@@ -81,6 +89,7 @@ def serve(
         aliases=(model, path.name, path.stem),
         api_keys=keys,
         cors=tuple(cors or ()),
+        allowed_hosts=tuple(name.lower() for name in allowed_host or ()),
         queue=queue,
         body_bytes=max_body * MIB,
         timeout_s=timeout,
@@ -100,7 +109,7 @@ def serve(
         if not quiet:
             log(text)
 
-    if server.is_public(host) and not keys:
+    if is_public(host) and not keys:
         log(f"warning: {host} can be reached by other machines, and there is no --api-key")
     chat_template.start()
     server.serve(load, options, log_line, log_line)

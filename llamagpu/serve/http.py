@@ -110,6 +110,9 @@ class Endpoint:
 
     def _check(self, headers: Headers) -> None:
         options = self.server.options
+        if (host := headers.get("host")) and not options.allows_host(host):
+            message = f"{host[:100]} is no name of this server; --allowed-host allows it"
+            raise ApiError(403, message, code="host_not_allowed")
         if origin := headers.get("origin"):
             own = origin.partition("://")[2] == headers.get("host")
             if not own and "*" not in options.cors and origin not in options.cors:

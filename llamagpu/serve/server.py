@@ -80,11 +80,6 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def is_public(host: str) -> bool:
-    """Whether other machines can reach this address."""
-    return host not in ("localhost", "::1") and not host.startswith("127.")
-
-
 class HttpServer(uvicorn.Server):
     """The first signal stops accepting and waits for the requests that run, the second one ends the process.
 
