@@ -244,11 +244,20 @@ def test_completions(client: openai.OpenAI, http: httpx.Client) -> None:
     assert of_ids.usage and of_ids.usage.completion_tokens == 16  # the API's default
     echoed = client.completions.create(model=MODEL, prompt="the quick", temperature=0, echo=True, max_tokens=4)
     assert echoed.choices[0].text.startswith("the quick")
-    logs = client.completions.create(model=MODEL, prompt="the quick", temperature=0, logprobs=1).choices[0].logprobs
-    assert logs and logs.token_logprobs and len(logs.token_logprobs) == 16
     chunks = events(http, "/v1/completions", {"prompt": "the quick", "temperature": 0})
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == of_ids.choices[0].text
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_log_probabilities_of_completions(client: openai.OpenAI) -> None:
+    letters = {str(id): 100 for id in range(260, 286)}  # the model's other tokens are bytes
+    request: Any = {"model": MODEL, "prompt": "the quick", "temperature": 0, "logprobs": 1, "logit_bias": letters}
+    choice = client.completions.create(**request).choices[0]
+    logs = choice.logprobs
+    assert logs and logs.tokens and logs.token_logprobs and len(logs.token_logprobs) == 16
+    assert "".join(logs.tokens) == choice.text and logs.text_offset == list(range(16))
+    streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(stream=True, **request)]
+    assert [offset for found in streamed if found for offset in found.text_offset or ()] == logs.text_offset
 
 
 def test_stop_strings(client: openai.OpenAI, http: httpx.Client) -> None:

@@ -51,7 +51,7 @@ async def complete(server: Server, request: CompletionRequest) -> dict[str, Any]
             {
                 "index": i,
                 "text": (echoes[i] if request.echo else "") + texts[i],
-                "logprobs": logprobs(tokens[i]) if wanted.logprobs is not None else None,
+                "logprobs": TextLogprobs(server.llama).add(tokens[i]) if wanted.logprobs is not None else None,
                 "finish_reason": FINISH[job.finish_reason],
             }
             for i, job in enumerate(jobs)
@@ -71,12 +71,13 @@ async def stream(server: Server, request: CompletionRequest) -> AsyncGenerator[b
     count = len(prompts) * wanted.n
     async with generating(server, lambda llama: prepare(llama, prompts, wanted), count) as (jobs, echoes):
         yield b"".join(chunk(i, echo) for i, echo in enumerate(echoes)) if request.echo else KEEP_ALIVE
+        logprobs = [TextLogprobs(server.llama) for _ in jobs]
         async for update in jobs.updates(server.options.keep_alive_s):
             if not update:
                 yield KEEP_ALIVE
             for i, arrived in update:
                 text = "".join(token.text for token in arrived)
-                logs = logprobs(arrived) if wanted.logprobs is not None and arrived else None
+                logs = logprobs[i].add(arrived) if wanted.logprobs is not None and arrived else None
                 out = [chunk(i, text, logs)] if text or logs else []
                 if jobs[i].ended:
                     out.append(chunk(i, "", reason=FINISH[jobs[i].finish_reason], timings=timings(jobs[i])))
@@ -133,11 +134,24 @@ def prepare(llama: Llama, prompts: list[str | list[int]], wanted: Parameters) ->
     return runs, echoes
 
 
-def logprobs(tokens: list[Token]) -> dict[str, Any]:
-    logs = [token.logprob for token in tokens if token.logprob]
-    return {
-        "tokens": [log.text for log in logs],
-        "token_logprobs": [logprob_number(log) for log in logs],
-        "top_logprobs": [{top.text: logprob_number(top) for top in log.top} for log in logs],
-        "text_offset": [],
-    }
+class TextLogprobs:
+    """The logprobs objects of one text, whose tokens arrive in pieces."""
+
+    def __init__(self, llama: Llama) -> None:
+        self._decoder = llama.tokenizer.stream()
+        self._offset = 0  # characters of the text so far
+
+    def add(self, tokens: list[Token]) -> dict[str, Any]:
+        logs = [token.logprob for token in tokens if token.logprob]
+        return {
+            "tokens": [log.text for log in logs],
+            "token_logprobs": [logprob_number(log) for log in logs],
+            "top_logprobs": [{top.text: logprob_number(top) for top in log.top} for log in logs],
+            "text_offset": [self._begin_of(log.id) for log in logs],
+        }
+
+    def _begin_of(self, id: int) -> int:
+        """Where a token begins. Tokens that are parts of one character begin where it does."""
+        begin = self._offset
+        self._offset += len(self._decoder.push(id))
+        return begin
