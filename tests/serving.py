@@ -1,4 +1,4 @@
-"""A real server for tests: `llamagpu serve` in a process of its own, with a tiny random model, on a free port."""
+"""Servers for tests: `llamagpu serve` in a process of its own, with a tiny random model, or one in this process."""
 
 import os
 import re
@@ -6,12 +6,21 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+import openai
 from gguf_builder import tiny_llama
+
+from llamagpu import Llama
+from llamagpu.serve.app import make_app
+from llamagpu.serve.engine_thread import EngineThread
+from llamagpu.serve.metrics import Metrics
+from llamagpu.serve.options import ServeOptions
+from llamagpu.serve.state import Server
 
 START_S = 120.0  # on a busy machine
 # ChatML, with tools as Qwen has them. A message "think" makes the prompt end within reasoning.
@@ -75,3 +84,18 @@ def served(
             process.kill()
         process.wait()
         reader.join()
+
+
+@asynccontextmanager
+async def served_here(load: Callable[[], Llama]) -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's client of a server whose model a test may tamper with. Answers come when they are complete."""
+    engine = EngineThread(load, Metrics(), 8, lambda: None)
+    app = make_app(Server(ServeOptions(model=MODEL), engine, Metrics(), lambda text: None))
+    engine.start()
+    await engine.call(lambda: None)  # the model is loaded then
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+    try:
+        async with openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=client) as api:
+            yield api
+    finally:
+        await engine.stop()

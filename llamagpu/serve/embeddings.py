@@ -35,10 +35,10 @@ async def complete(server: Server, request: EmbeddingRequest) -> dict[str, Any]:
     model, llama = server.check_model(request.model), server.llama
     if request.dimensions not in (None, llama.config.dim):
         raise invalid(f"dimensions: this model has {llama.config.dim}", "dimensions")
-    with server.engine.admitted(1):
+    with server.engine.admitted(1):  # however many inputs there are, one of them waits at a time
         inputs = await asyncio.to_thread(encode, request, llama)
         data = []
-        for i, ids in enumerate(inputs):  # one by one: other requests go on between them
+        for i, ids in enumerate(inputs):
             row = await server.engine.call(partial(llama.embed_ids, ids, pooling=request.pooling))
             data.append({"object": "embedding", "index": i, "embedding": shown(row, request.encoding_format)})
     tokens = sum(map(len, inputs))

@@ -110,6 +110,7 @@ class EngineThread:
         self.mean_s = 1.0  # that a generation takes, about
         self._condition = threading.Condition()
         self._posted: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], None]] = deque()  # the engine thread's
         self._jobs: list[Job] = []  # the engine thread's
         self._stopping = self._closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -168,7 +169,7 @@ class EngineThread:
                     self._post(lambda: self._cancel(jobs))
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run a function in the engine thread, between two steps."""
+        """Run a function in the engine thread, between two steps. Of many calls, one has its turn before each step."""
         result: asyncio.Future[T] = self._loop.create_future()
 
         def finish(value: T | None, error: BaseException | None) -> None:
@@ -189,7 +190,7 @@ class EngineThread:
                 if isinstance(error, DeviceLost):
                     raise  # the engine ends with it
 
-        self._post(work)
+        self._post(lambda: self._calls.append(work))
         return await result
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -222,12 +223,14 @@ class EngineThread:
     def _work(self) -> None:
         while not self._stopping:
             with self._condition:
-                while not (self._posted or self._has_work()):
+                while not (self._posted or self._calls or self._has_work()):
                     self._condition.wait()
                 posted = list(self._posted)
                 self._posted.clear()
             for command in posted:
                 command()
+            if self._calls:
+                self._calls.popleft()()
             if self._has_work():
                 self._step()
                 self._hand_over()
@@ -325,6 +328,8 @@ class EngineThread:
             self._posted.clear()
         for command in posted:
             command()
+        while self._calls:
+            self._calls.popleft()()
 
     def _to_loop(self, function: Callable[..., None], *args: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more

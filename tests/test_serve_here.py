@@ -1,22 +1,16 @@
-"""Generations that fail in the middle of a stream: what OpenAI's client sees of it."""
+"""Generations that fail in the middle of a stream, and requests beside others that take long."""
 
 import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from gguf_builder import overflowing_llama
-from serving import MODEL, TEMPLATE
+from gguf_builder import overflowing_llama, tiny_llama
+from serving import MODEL, TEMPLATE, served_here
 
 from llamagpu import Llama
 from llamagpu.errors import DeviceLost
-from llamagpu.serve.app import make_app
-from llamagpu.serve.engine_thread import EngineThread
-from llamagpu.serve.metrics import Metrics
-from llamagpu.serve.options import ServeOptions
-from llamagpu.serve.state import Server
 
 DEADLINE_S = 60.0
 BAD = "J"  # the logits after this character are NaN
@@ -44,16 +38,8 @@ def ask(path: Path, gpu: Any, question: Any, steps: int | None = None) -> Any:
         return llama
 
     async def main() -> Any:
-        engine = EngineThread(load, Metrics(), 1, lambda: None)
-        app = make_app(Server(ServeOptions(model=MODEL), engine, Metrics(), lambda text: None))
-        engine.start()
-        await engine.call(lambda: None)
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app))
-        async with openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="-", http_client=client) as api:
-            try:
-                return await question(api)
-            finally:
-                await engine.stop()
+        async with served_here(load) as api:
+            return await question(api)
 
     return asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 
@@ -96,3 +82,41 @@ def test_chats_that_fail(path: Path, gpu: Any) -> None:
         return text
 
     assert ask(path, gpu, question) == f'"ab{BAD}'
+
+
+def test_chats_go_on_beside_many_embeddings(tmp_path: Path, gpu: Any) -> None:
+    """Three requests with the largest number of inputs: a chat has a step after each input, not at the end."""
+    happened: list[str] = []
+
+    def noting(what: str, function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            happened.append(what)
+            return function(*args, **options)
+
+        return call
+
+    def load() -> Llama:
+        llama = Llama(tiny_llama(tmp_path / f"{MODEL}.gguf"), device=gpu)
+        llama.tokenizer.chat_template = TEMPLATE
+        llama.embed_ids = noting("input", llama.embed_ids)  # type: ignore[method-assign]
+        llama.scheduler.step = noting("step", llama.scheduler.step)  # type: ignore[method-assign]
+        return llama
+
+    async def main() -> None:
+        async with served_here(load) as api:
+            embed = api.embeddings.create
+            long = [asyncio.create_task(embed(model=MODEL, input=["a cat"] * 1024)) for _ in range(3)]
+            while not happened:
+                await asyncio.sleep(0.01)
+            messages: Any = [{"role": "user", "content": "hello"}]
+            found = await api.chat.completions.create(model=MODEL, messages=messages, max_tokens=16)
+            assert found.usage and found.usage.completion_tokens == 16
+            assert not any(task.done() for task in long)
+            for task in long:
+                task.cancel()
+            await asyncio.gather(*long, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+    first = happened.index("step")
+    last = len(happened) - happened[::-1].index("step")
+    assert "input input" not in " ".join(happened[first:last])
