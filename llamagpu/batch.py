@@ -12,7 +12,8 @@ from typing import IO, Any
 
 import msgspec
 
-from llamagpu.errors import BadFile
+from llamagpu.errors import BadFile, LlamaGpuError
+from llamagpu.files.lock import try_lock
 from llamagpu.llama import Llama
 from llamagpu.serve import chat_completions, completions, embeddings, responses
 from llamagpu.serve.body import decode, encode
@@ -84,9 +85,9 @@ def run_batch(
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> Progress:
     """Answer all requests. It may be ended at any time and started again."""
-    ids, numbers = finished(target)
     progress = Progress(sum(1 for _ in lines(source, shard)))
     with appending(target) as file:
+        ids, numbers = finished(target)
 
         def write(result: dict[str, Any]) -> None:
             file.write(encode(result) + b"\n")  # one write: a line is there as a whole, or the next run removes it
@@ -236,10 +237,13 @@ def finished(target: Path) -> tuple[set[str], set[int]]:
 
 @contextmanager
 def appending(target: Path) -> Iterator[IO[bytes]]:
+    """The output, locked: another run would take a line that is being written for an unfinished one."""
     try:
         file = target.open("ab")
     except OSError as error:
         raise BadFile(f"cannot write {target}: {error.strerror}", "name another file with -o") from error
     with file:
+        if target.is_file() and not try_lock(file):
+            raise LlamaGpuError(f"another run is writing {target}", "wait for it, or name another file with -o")
         yield file
         os.fsync(file.fileno())

@@ -13,7 +13,7 @@ from gguf_builder import tiny_llama
 from serving import EXACT, EXACT_ARGUMENTS, START_S, TEMPLATE
 
 from llamagpu import Llama
-from llamagpu.batch import Progress, Shard, finished, run_batch
+from llamagpu.batch import Progress, Shard, appending, finished, run_batch
 from llamagpu.cli.batch import read_shard, summary
 from llamagpu.cli.terminal import Usage
 from llamagpu.errors import BadFile, DeviceLost
@@ -107,6 +107,22 @@ def test_killed_and_started_again(folder: Path, gpu: Any, tmp_path: Path) -> Non
     assert before >= 2 and (progress.skipped, progress.done, progress.failed) == (before, 24 - before, 0)
     run(folder, gpu, source, whole)
     assert answers(target) == answers(whole) and len(answers(whole)) == 24
+
+
+def test_two_runs_on_one_output(folder: Path, tmp_path: Path) -> None:
+    """The second is refused at once, and the first's line that is being written stays."""
+    source, target = write_lines(tmp_path / "in.jsonl", [request(1)]), tmp_path / "out.jsonl"
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(target)
+    with appending(target) as file:
+        file.write(b'{"id": "half a li')
+        file.flush()
+        command = [sys.executable, "-m", "llamagpu", "batch", "-i", source, "-o", link, "-m", folder / "tiny.gguf"]
+        found = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        assert found.returncode == 1 and f"another run is writing {link}" in found.stderr
+        assert "Traceback" not in found.stderr and target.read_bytes() == b'{"id": "half a li'
+    with appending(target):
+        assert finished(target) == (set(), set()) and target.read_bytes() == b""
 
 
 def test_no_success_is_an_error(folder: Path, tmp_path: Path) -> None:
