@@ -6,13 +6,15 @@ ray.data.read_parquet("prompts").map_batches(
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llamagpu.errors import BadArgument, DeviceLost, LlamaGpuError, WrongState
+from llamagpu.gpu.adapters import list_adapters
+from llamagpu.gpu.caps import NVIDIA
 from llamagpu.llama import Generation, Grammar, Llama, Sampling, load
 
 Column = NDArray[Any]
@@ -26,6 +28,7 @@ class Predictor:
     `column` holds prompts: a text, or a list of messages. A text is a user's message where the model has a chat
     template, unless `raw`. The answer goes to `output`; `output`_tokens and `output`_finish_reason come with it. A
     prompt that cannot be answered gets an empty answer, finish reason "error" and the reason in `output`_error.
+    Without `device` the adapter is that of the GPU that Ray gave the actor.
     """
 
     def __init__(
@@ -43,7 +46,8 @@ class Predictor:
         parallel: int = 16,
         **load_options: Any,
     ) -> None:
-        load_options.setdefault("device", actor_device())
+        if "device" not in load_options:
+            load_options["device"] = actor_device()
         self.llama: Llama = load(model, parallel=parallel, **load_options)
         self.column, self.output, self.system, self.raw = column, output, system, raw
         given = sampling if isinstance(sampling, Sampling | None) else Sampling(**sampling)
@@ -98,10 +102,27 @@ class Predictor:
 
 
 def actor_device() -> str | None:
-    """The adapter with the number of the GPU that Ray gave this actor: WebGPU knows nothing of CUDA_VISIBLE_DEVICES."""
+    """The adapter of the GPU that Ray gave this actor: WebGPU knows nothing of CUDA_VISIBLE_DEVICES."""
     try:
         import ray
     except ImportError:
         return None
     given = ray.get_runtime_context().get_accelerator_ids().get("GPU") if ray.is_initialized() else None
-    return given[0] if given else None
+    return adapter_of(given[0], [adapter.info for adapter in list_adapters()]) if given else None
+
+
+def adapter_of(gpu: str, adapters: Sequence[Mapping[str, Any]]) -> str | None:
+    """The number of the adapter that is Ray's GPU of this number. None without any GPU: Ray was told of some.
+
+    Ray counts the GPUs of one vendor, NVIDIA's if there are any, and drivers list theirs in the same order, that of the
+    PCI bus. WebGPU does not tell the bus, so that this cannot be checked; `device` decides where it is not so.
+    """
+    gpus = [i for i, info in enumerate(adapters) if info["adapter_type"] != "CPU"]
+    gpus = [i for i in gpus if adapters[i]["vendor_id"] == NVIDIA] or gpus
+    gpus = [i for i in gpus if adapters[i]["backend_type"] == adapters[gpus[0]]["backend_type"]]
+    if not gpus:
+        return None
+    if not gpu.isdecimal() or int(gpu) >= len(gpus):
+        cause = f"Ray gave this actor the GPU {gpu}, and WebGPU has {len(gpus)} of them, counted from 0"
+        raise BadArgument(cause, "name the adapter with device=, by its number in `llamagpu devices` or its name")
+    return str(gpus[int(gpu)])

@@ -16,8 +16,10 @@ from serving import EXACT
 
 from llamagpu import Llama, Sampling
 from llamagpu.errors import BadArgument
-from llamagpu.ray import Predictor
+from llamagpu.gpu.caps import NVIDIA
+from llamagpu.ray import Predictor, adapter_of
 
+AMD, INTEL = 0x1002, 0x8086
 SAMPLING = {"temperature": 1, "seed": 3}
 PROMPTS = [f"prompt number {i} of this test" for i in range(24)]
 
@@ -51,6 +53,28 @@ def test_a_batch(gpu: Any, model: Path) -> None:
     assert "context" in found["answer_error"][3] and found["answer_tokens"].tolist() == [6, 6, 6, 0]
     with pytest.raises(BadArgument, match="no column"):
         predictor({"text": np.array(["a"], object)})
+
+
+def info(vendor: int, kind: str = "DiscreteGPU", backend: str = "Vulkan") -> dict[str, Any]:
+    return {"vendor_id": vendor, "adapter_type": kind, "backend_type": backend}
+
+
+@pytest.mark.parametrize(
+    ("adapters", "numbers"),
+    [
+        ([info(NVIDIA), info(NVIDIA), info(5, "CPU")], ["0", "1"]),
+        ([info(AMD), info(NVIDIA), info(NVIDIA), info(INTEL, "IntegratedGPU")], ["1", "2"]),
+        ([info(AMD), info(AMD), info(5, "CPU")], ["0", "1"]),
+        ([info(NVIDIA), info(NVIDIA, backend="D3D12"), info(NVIDIA)], ["0", "2"]),  # one of them by two APIs
+        ([info(5, "CPU")], [None, None]),  # ray.init(num_gpus=2)
+    ],
+)
+def test_adapters_of_rays_gpus(adapters: list[Any], numbers: list[Any]) -> None:
+    assert [adapter_of(str(gpu), adapters) for gpu in range(len(numbers))] == numbers
+    if numbers[0]:
+        for gpu in (str(len(numbers)), "GPU-4f6c"):
+            with pytest.raises(BadArgument, match=f"the GPU {gpu}"):
+                adapter_of(gpu, adapters)
 
 
 @pytest.mark.slow
