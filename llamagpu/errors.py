@@ -2,8 +2,10 @@
 
 import math
 import numbers
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -73,6 +75,19 @@ class NumericCheckFailed(LlamaGpuError):
     """A kernel's result on this adapter is outside its error bound."""
 
     exit_code = 7
+
+
+def install_extra(name: str) -> str:
+    """The command that adds an extra to this installation, in its own environment: that of scripts/run is not the
+    shell's. pip finds an installed clone by its name, any other by its folder."""
+    from importlib import metadata  # 20 ms, which no start should pay for
+
+    python = f'"{sys.executable}"' if " " in sys.executable else sys.executable
+    try:
+        metadata.distribution("llamagpu")
+    except metadata.PackageNotFoundError:
+        return f'{python} -m pip install -e "{Path(__file__).resolve().parents[1]}[{name}]"'
+    return f'{python} -m pip install "llamagpu[{name}]"'
 
 
 @contextmanager

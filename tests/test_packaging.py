@@ -10,6 +10,7 @@ import tomllib
 import zipfile
 from contextlib import nullcontext
 from email import message_from_bytes
+from importlib import metadata
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from conftest import ROOT
 
 from llamagpu import __version__
+from llamagpu.errors import install_extra
 
 PACKAGE = ROOT / "llamagpu"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -229,3 +231,15 @@ def test_checkout_finds_its_kernels():
     from llamagpu.gpu import shaders
 
     assert shaders.kernel_root() == ROOT / "kernels"
+
+
+def test_the_command_that_installs_an_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """pip takes it, for a package that is installed and for a clone that is not."""
+    assert install_extra("serve") == f'{sys.executable} -m pip install "llamagpu[serve]"'
+
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    monkeypatch.setattr(sys, "executable", "/my tools/python")
+    assert install_extra("plot") == f'"/my tools/python" -m pip install -e "{ROOT}[plot]"'

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llamagpu.bench.report import Row, test_name
-from llamagpu.errors import LlamaGpuError
+from llamagpu.errors import LlamaGpuError, install_extra
 from llamagpu.profile.labels import place_labels
 from llamagpu.profile.profile import Profile, Total, ceilings, computing
 
@@ -18,7 +18,7 @@ def need_matplotlib() -> Any:
     try:
         return import_module("matplotlib.figure").Figure
     except ImportError:
-        raise LlamaGpuError("--plot needs matplotlib", "pip install 'llamagpu[plot]'") from None
+        raise LlamaGpuError("--plot needs matplotlib", install_extra("plot")) from None
 
 
 def plot(rows: Sequence[Row], profiles: Sequence[Profile], path: Path) -> None:

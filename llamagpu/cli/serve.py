@@ -8,7 +8,7 @@ from llamagpu.cli import options as o
 from llamagpu.cli.models import find_model, open_model
 from llamagpu.cli.terminal import Usage, log, read_text
 from llamagpu.engine.options import EngineOptions
-from llamagpu.errors import LlamaGpuError
+from llamagpu.errors import LlamaGpuError, install_extra
 from llamagpu.files import chat_template
 from llamagpu.hub.catalogue import DEFAULT
 
@@ -120,7 +120,7 @@ def need_packages() -> None:
     missing = [name for name in ("starlette", "uvicorn", "msgspec", "llguidance") if find_spec(name) is None]
     if missing:
         cause = f"the server needs packages that are not installed: {', '.join(missing)}"
-        raise LlamaGpuError(cause, 'pip install "llamagpu[serve]"')
+        raise LlamaGpuError(cause, install_extra("serve"))
 
 
 def read_keys(file: str | None) -> list[str]:

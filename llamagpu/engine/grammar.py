@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llamagpu.errors import BadArgument, GrammarFailed, LlamaGpuError, check_argument
+from llamagpu.errors import BadArgument, GrammarFailed, LlamaGpuError, check_argument, install_extra
 from llamagpu.files.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 1 << 17  # of a grammar: the slowest of them compile in 12 s
@@ -206,8 +206,7 @@ def _llguidance() -> ModuleType:
     try:
         import llguidance
     except ImportError:
-        cause, remedy = "grammars need the package llguidance", 'pip install "llamagpu[grammar]"'
-        raise LlamaGpuError(cause, remedy) from None
+        raise LlamaGpuError("grammars need the package llguidance", install_extra("grammar")) from None
     return llguidance
 
 
