@@ -29,7 +29,7 @@ ENDPOINTS: dict[str, tuple[type[Any], Callable[[Server, Any], Awaitable[dict[str
     "/v1/embeddings": (embeddings.EmbeddingRequest, embeddings.complete),
     "/v1/responses": (responses.ResponseRequest, responses.complete),
 }
-AHEAD = 2  # requests under way for each slot: the next prompts wait beside those that run
+REQUESTS_PER_SLOT = 2  # that are under way: the next prompts wait beside those that run
 
 
 class Line(msgspec.Struct):
@@ -129,7 +129,7 @@ class Batch:
             raise engine.error
 
     async def _answer_all(self, server: Server, source: Path, shard: Shard, ids: set[str], numbers: set[int]) -> None:
-        places = asyncio.Semaphore(AHEAD * server.llama.loaded.settings.slots)
+        places = asyncio.Semaphore(REQUESTS_PER_SLOT * server.llama.loaded.settings.slots)
 
         async def work(number: int, raw: bytes) -> None:
             try:

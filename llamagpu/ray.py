@@ -18,7 +18,7 @@ from llamagpu.gpu.caps import NVIDIA
 from llamagpu.llama import Generation, Grammar, Llama, Sampling, load
 
 Column = NDArray[Any]
-TOGETHER = 512  # prompts that wait in the scheduler's queue at once
+MAX_QUEUED = 512  # prompts in the scheduler's queue at once
 ENGINE_ERRORS = (DeviceLost, WrongState)  # no row's fault: Ray starts the actor again
 
 
@@ -61,8 +61,8 @@ class Predictor:
             )
         prompts = list(batch[self.column])
         rows: list[tuple[str, int, str, str]] = []
-        for i in range(0, len(prompts), TOGETHER):
-            runs = [self._begin(prompt) for prompt in prompts[i : i + TOGETHER]]
+        for i in range(0, len(prompts), MAX_QUEUED):
+            runs = [self._begin(prompt) for prompt in prompts[i : i + MAX_QUEUED]]
             rows += [self._answer(run) for run in runs]
         names = (self.output, f"{self.output}_tokens", f"{self.output}_finish_reason", f"{self.output}_error")
         types = (object, np.int64, object, object)

@@ -70,7 +70,7 @@ class Thirds:
 class Wanted:
     prompt: tuple[int, ...]
     sampling: Sampling
-    most: int
+    max_tokens: int
     masked: bool = False
     logprobs: int | None = None
 
@@ -79,7 +79,7 @@ class Wanted:
         return Request(
             list(self.prompt),
             self.sampling,
-            self.most,
+            self.max_tokens,
             sample=None if on_device else host_sampler(self.sampling, self.prompt),
             matcher=Thirds() if self.masked else None,  # type: ignore[arg-type]
             logprobs=self.logprobs,

@@ -25,7 +25,7 @@ from llamagpu.convert.convert import convert, open_source, plan
 from llamagpu.engine import prompt_cache
 from llamagpu.engine.kv_cache import BufferKvCache, TextureKvCache
 from llamagpu.engine.model import BufferModel
-from llamagpu.engine.scheduler import taker
+from llamagpu.engine.scheduler import byte_reader
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.texture_model import TextureModel
 from llamagpu.errors import BadFile, DoesNotFit, LlamaGpuError
@@ -189,7 +189,7 @@ def test_heads_keep_their_place_in_other_pages(opened, kv_type):
         first, second = saved.pages
         pieces = list(source.read(saved, 70))
     assert sum(map(len, pieces)) == 70 * source.position_bytes
-    target.write(sequence, 70, taker(pieces))
+    target.write(sequence, 70, byte_reader(pieces))
     target.copy_page(3, 0)
     ranges = [
         (before, after)

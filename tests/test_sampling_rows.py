@@ -67,7 +67,7 @@ def test_no_row_goes_through_the_host(path, gpu, masked, monkeypatch):
 
 def test_dropped_steps_are_not_penalised(path, gpu):
     """What was submitted ahead is dropped again and again: the device forgets these tokens."""
-    scheduler, w = Scheduler(load(path, gpu).engine), replace(OPTIONS[5], most=40)
+    scheduler, w = Scheduler(load(path, gpu).engine), replace(OPTIONS[5], max_tokens=40)
     want, request = run(scheduler, w.request(scheduler.engine)), w.request(scheduler.engine)
     scheduler.submit(request)
     while scheduler.next_token(request) is not None:

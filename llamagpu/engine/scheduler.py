@@ -33,7 +33,7 @@ from llamagpu.gpu.device import map_device_lost
 from llamagpu.gpu.recorder import Pending, Plan, Step
 
 STALL_S = 0.08  # how long prompt rows may keep decoding sequences waiting
-FEWEST_PROMPT_ROWS = 32  # of a step with decoding rows, however slow the device
+MIN_PROMPT_ROWS = 32  # of a step with decoding rows, however slow the device
 MAX_WAITING = 1024  # requests in the queue, unless told otherwise
 
 GREEDY = Sampling(temperature=0)
@@ -53,7 +53,7 @@ class Request:
 
     prompt: list[int]
     sampling: Sampling
-    most: int | None = None  # new tokens; None: until the context is full
+    max_tokens: int | None = None  # new ones; None: until the context is full
     is_end: Callable[[int], bool] = field(default=lambda id: False)
     sample: HostSampler | None = None  # samples on the host, where the device cannot
     progress: Progress | None = None
@@ -114,7 +114,7 @@ class Request:
     def left(self, context: int) -> int:
         """How many more tokens it may get."""
         by_context = context + 1 - len(self.prompt) - len(self.new)
-        return by_context if self.most is None else min(by_context, self.most - len(self.new))
+        return by_context if self.max_tokens is None else min(by_context, self.max_tokens - len(self.new))
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never fit, or that finds the queue full, is refused."""
-        needed, holds = len(request.prompt) + (request.most != 0), self.engine.cache.positions
+        needed, holds = len(request.prompt) + (request.max_tokens != 0), self.engine.cache.positions
         if needed > holds:
             cause = f"{len(request.prompt)} prompt tokens need a context of {needed}; there is room for {holds}"
             raise DoesNotFit(cause, "use a shorter prompt, or a larger -c or --kv-memory")
@@ -282,7 +282,7 @@ class Scheduler:
             if not cache.reserve(sequence, positions):
                 cache.end(sequence)
                 return False
-            cache.write(sequence, request.paused_at, taker(request.saved))
+            cache.write(sequence, request.paused_at, byte_reader(request.saved))
             sequence.ids, sequence.checked = request.computed[: request.paused_at], request.paused_at
             request.saved, request.state = None, State.DECODE if request.new else State.PROMPT
         else:
@@ -371,7 +371,7 @@ class Scheduler:
         """The next rows of prompts, the oldest first, as many as the budget allows beside `decoding` rows."""
         budget = min(self.engine.step_size.rows, self.engine.model.chunk - decoding)
         if decoding and self.row_s:
-            budget = min(budget, max(FEWEST_PROMPT_ROWS, int(STALL_S / self.row_s)))
+            budget = min(budget, max(MIN_PROMPT_ROWS, int(STALL_S / self.row_s)))
         found = []
         for request in self.running:
             if request.state is State.PROMPT and budget:
@@ -444,7 +444,7 @@ class Scheduler:
                     raise not_finite()
                 self.engine.cache.record(request.sequence)
             request.state = State.DECODE
-            if request.most == 0:  # only the prompt was wanted
+            if request.max_tokens == 0:  # only the prompt was wanted
                 self._finish(request)
             elif request.sample and logits is not None:
                 token = request.sample(logits, request.mask)
@@ -594,13 +594,13 @@ class Scheduler:
         self.engine.check()
 
 
-def taker(pieces: Iterable[NDArray[np.uint8]]) -> Callable[[int], NDArray[np.uint8]]:
-    """A function that takes the next n bytes of the pieces."""
+def byte_reader(pieces: Iterable[NDArray[np.uint8]]) -> Callable[[int], NDArray[np.uint8]]:
+    """A function that reads the next n bytes of the pieces."""
     left = np.concatenate([piece.reshape(-1).view(np.uint8) for piece in pieces])
 
-    def take(count: int) -> NDArray[np.uint8]:
+    def read(count: int) -> NDArray[np.uint8]:
         nonlocal left
-        taken, left = left[:count], left[count:]
-        return taken
+        found, left = left[:count], left[count:]
+        return found
 
-    return take
+    return read

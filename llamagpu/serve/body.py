@@ -12,17 +12,17 @@ from llamagpu.serve.errors import ApiError, invalid
 T = TypeVar("T")
 
 
-async def read_body(request: Request, most: int, seconds: float) -> bytes:
+async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
     declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared[:18]) > most:
-        raise too_large(most)
+    if declared.isdecimal() and int(declared[:18]) > max_bytes:
+        raise too_large(max_bytes)
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for piece in request.stream():
                 body += piece
-                if len(body) > most:
-                    raise too_large(most)
+                if len(body) > max_bytes:
+                    raise too_large(max_bytes)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
     except ClientDisconnect:
@@ -30,8 +30,8 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
     return bytes(body)
 
 
-def too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {most:,} bytes", code="request_too_large")
+def too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_bytes:,} bytes", code="request_too_large")
 
 
 def decode(body: bytes, kind: type[T]) -> T:

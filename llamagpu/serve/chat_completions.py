@@ -19,7 +19,7 @@ from llamagpu.serve.http import DONE, KEEP_ALIVE, Call, EventStream, event, json
 from llamagpu.serve.parameters import SamplingFields, parameters
 from llamagpu.serve.state import Server
 
-MOST_TOP_LOGPROBS = 20
+MAX_TOP_LOGPROBS = 20
 
 
 class Part(msgspec.Struct):
@@ -165,11 +165,11 @@ def heading(server: Server, request: ChatRequest, kind: str) -> dict[str, Any]:
 
 
 def task_of(request: ChatRequest, llama: Llama) -> ChatTask:
-    most = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     top = top_logprobs(request)
     return ChatTask(
         messages=[template_message(message, i) for i, message in enumerate(request.messages)],
-        parameters=parameters(request, llama.sampling, llama.config.vocab, most, top),
+        parameters=parameters(request, llama.sampling, llama.config.vocab, max_tokens, top),
         tools=[msgspec.to_builtins(tool) for tool in request.tools or ()],
         tool_choice=tool_choice(request.tool_choice),
         schema=schema_of(request.response_format),
@@ -181,8 +181,8 @@ def top_logprobs(request: ChatRequest) -> int | None:
     top = request.top_logprobs
     if top is not None and not request.logprobs:
         raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
-    if top is not None and not 0 <= top <= MOST_TOP_LOGPROBS:
-        raise invalid(f"top_logprobs is {top}: give 0 to {MOST_TOP_LOGPROBS}", "top_logprobs")
+    if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise invalid(f"top_logprobs is {top}: give 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")
     return (top or 0) if request.logprobs else None
 
 

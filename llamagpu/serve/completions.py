@@ -17,8 +17,8 @@ from llamagpu.serve.parameters import Parameters, SamplingFields, parameters
 from llamagpu.serve.state import Server
 
 DEFAULT_MAX_TOKENS = 16  # as the API has it
-MOST_LOGPROBS = 20
-MOST_PROMPTS = 1024
+MAX_LOGPROBS = 20
+MAX_PROMPTS = 1024
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -93,8 +93,8 @@ def begin(server: Server, request: CompletionRequest) -> tuple[dict[str, Any], P
     model, llama = server.check_model(request.model), server.llama
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": model}
     top = request.logprobs
-    if top is not None and not 0 <= top <= MOST_LOGPROBS:
-        raise invalid(f"logprobs is {top}: give 0 to {MOST_LOGPROBS}", "logprobs")
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise invalid(f"logprobs is {top}: give 0 to {MAX_LOGPROBS}", "logprobs")
     if request.suffix:
         raise invalid("suffix is not supported: leave it out", "suffix")
     if request.echo and top is not None:
@@ -114,8 +114,8 @@ def prompts_of(prompt: str | list[str | int | list[int]], llama: Llama, param: s
     found = [item for item in prompt if not isinstance(item, int)]
     if not found or len(found) != len(prompt):
         raise invalid(f"{param}: give a text, token ids, or a list of either", param)
-    if len(found) > MOST_PROMPTS:
-        raise invalid(f"{param}: give at most {MOST_PROMPTS} of them", param)
+    if len(found) > MAX_PROMPTS:
+        raise invalid(f"{param}: give at most {MAX_PROMPTS} of them", param)
     for item in found:
         if not isinstance(item, str) and not all(0 <= id < llama.config.vocab for id in item):
             raise invalid(f"{param} has token ids outside 0..{llama.config.vocab - 1}", param)

@@ -143,8 +143,8 @@ class EngineThread:
         """A place for the generations of a request. Refused if too many are under way."""
         slots = self.need_ready().loaded.settings.slots
         if count > slots + self.queue:
-            most = f"this server takes {slots + self.queue} at once"
-            raise ApiError(400, f"the request asks for {count} generations; {most}", param="n")
+            limit = f"this server takes {slots + self.queue} at once"
+            raise ApiError(400, f"the request asks for {count} generations; {limit}", param="n")
         if self.reserved + count > slots + self.queue:
             waiting = max(0, self.reserved - slots)
             seconds = min(60.0, max(1.0, self.mean_s * waiting / slots))

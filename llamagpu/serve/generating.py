@@ -14,9 +14,9 @@ from llamagpu.serve.parameters import Parameters
 from llamagpu.serve.state import Server
 
 T = TypeVar("T")
-MOST_BYTES_PER_TOKEN = 16  # of a prompt: English has 4 to 5, and a longer prompt is not worth encoding
+MAX_BYTES_PER_TOKEN = 16  # of a prompt: English has 4 to 5, and a longer prompt is not worth encoding
 FINISH = {"stop": "stop", "length": "length", "context": "length"}
-LEAST_LOGPROB = -9999.0  # as OpenAI writes minus infinity
+MIN_LOGPROB = -9999.0  # as OpenAI writes minus infinity
 
 
 @asynccontextmanager
@@ -46,12 +46,12 @@ def generations(
         raise too_long(f"has {len(ids)} tokens", llama, param)
     if not ids:
         raise ApiError(400, "the prompt is empty", param=param)
-    most = -1 if parameters.max_tokens < 0 else min(parameters.max_tokens, room)
+    max_tokens = -1 if parameters.max_tokens < 0 else min(parameters.max_tokens, room)
     try:
         return [
             llama.generate(
                 ids,
-                max_tokens=most,
+                max_tokens=max_tokens,
                 sampling=parameters.choice(i),
                 stop=parameters.stop,
                 grammar=grammar,
@@ -72,7 +72,7 @@ def room_for(llama: Llama) -> int:
 
 def check_length(text: str, llama: Llama, param: str) -> None:
     """Refuse a text that cannot fit, before it is encoded."""
-    if len(text) > MOST_BYTES_PER_TOKEN * room_for(llama):
+    if len(text) > MAX_BYTES_PER_TOKEN * room_for(llama):
         raise too_long(f"has {len(text):,} characters", llama, param)
 
 
@@ -107,4 +107,4 @@ def timings(job: Job) -> dict[str, Any]:
 
 
 def logprob_number(value: Logprob) -> float:
-    return max(value.logprob, LEAST_LOGPROB)
+    return max(value.logprob, MIN_LOGPROB)

@@ -180,23 +180,23 @@ def stop_reason(job: Job, calls: int) -> str | None:
 
 
 def task_of(request: CountRequest, llama: Llama) -> ChatTask:
-    most, fields = 1, SamplingFields()
+    max_tokens, fields = 1, SamplingFields()
     if isinstance(request, MessagesRequest):
-        most = request.max_tokens
+        max_tokens = request.max_tokens
         fields = SamplingFields(
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
             stop=request.stop_sequences,
         )
-    if most < 1:
-        raise invalid(f"max_tokens is {most}: give a whole number from 1 up", "max_tokens")
+    if max_tokens < 1:
+        raise invalid(f"max_tokens is {max_tokens}: give a whole number from 1 up", "max_tokens")
     messages = [found for i, message in enumerate(request.messages) for found in template_messages(message, i)]
     if request.system:
         messages.insert(0, {"role": "system", "content": text_of(request.system, "system")})
     return ChatTask(
         messages=messages,
-        parameters=parameters(fields, llama.sampling, llama.config.vocab, most),
+        parameters=parameters(fields, llama.sampling, llama.config.vocab, max_tokens),
         tools=[tool_object(tool) for tool in request.tools or ()],
         tool_choice=tool_choice(request.tool_choice),
         variables={"enable_thinking": request.thinking is not None and request.thinking.type != "disabled"},

@@ -16,8 +16,8 @@ PASSED = (
     *("temperature", "top_p", "top_k", "min_p", "repeat_penalty", "repeat_last_n"),
     *("presence_penalty", "frequency_penalty"),
 )
-LEAST_TEMPERATURE = 1e-4  # logits divided by less would overflow
-MOST_PENALTY = 100.0
+MIN_TEMPERATURE = 1e-4  # logits divided by less would overflow
+MAX_PENALTY = 100.0
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024
 MAX_CHOICES = 128
 
@@ -87,10 +87,10 @@ def sampling(given: SamplingFields, base: Sampling, vocab: int) -> Sampling:
     for name in changes.keys() - FIELDS:
         if not changes.pop(name) == 0:
             raise invalid(f"{name} is not supported: leave it out", name)
-    if changes.get("temperature", 1) < LEAST_TEMPERATURE:
+    if changes.get("temperature", 1) < MIN_TEMPERATURE:
         changes["temperature"] = min(0.0, changes["temperature"])  # no other token has a chance there
-    if not 1 / MOST_PENALTY <= changes.get("repeat_penalty", 1) <= MOST_PENALTY:
-        raise invalid(f"repeat_penalty: give a number from {1 / MOST_PENALTY:g} to {MOST_PENALTY:g}", "repeat_penalty")
+    if not 1 / MAX_PENALTY <= changes.get("repeat_penalty", 1) <= MAX_PENALTY:
+        raise invalid(f"repeat_penalty: give a number from {1 / MAX_PENALTY:g} to {MAX_PENALTY:g}", "repeat_penalty")
     return dataclasses.replace(base, **changes)
 
 
