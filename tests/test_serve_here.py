@@ -84,7 +84,7 @@ def test_chats_that_fail(path: Path, gpu: Any) -> None:
     assert ask(path, gpu, question) == f'"ab{BAD}'
 
 
-def test_chats_go_on_beside_many_embeddings(tmp_path: Path, gpu: Any) -> None:
+def test_chats_beside_many_embeddings(tmp_path: Path, gpu: Any) -> None:
     """Three requests with the largest number of inputs: a chat has a step after each input, not at the end."""
     happened: list[str] = []
 
