@@ -169,10 +169,11 @@ def test_a_call_or_an_answer(style: ToolStyle, calls: list[str], others: list[st
     tokenizer = Tokenizer.from_gguf(vocabulary)
     parameters = {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": False}
     tool = {"function": {"name": "f", "parameters": parameters}}
-    grammar = Grammar.lark(call_or_answer(call_schema([tool], style), {"type": "boolean"}, style, tokenizer))
+    schemas = call_schema([tool], style), {"type": "boolean"}
+    several, single = (Grammar.lark(call_or_answer(*schemas, style, tokenizer, parallel)) for parallel in (True, False))
     tokens = GrammarVocabulary(tokenizer, 289)
 
-    def matches(text: str) -> bool:
+    def matches(text: str, grammar: Grammar = several) -> bool:
         ids = [id for part in re.split(f"({re.escape(style.begin)})", text) for id in pieces(part)]
         matcher = Matcher(grammar, tokens)
         for id in ids:
@@ -188,3 +189,4 @@ def test_a_call_or_an_answer(style: ToolStyle, calls: list[str], others: list[st
         assert matches(text), text
     for text in ["tru", "1", "", *others]:
         assert not matches(text), text
+    assert matches(calls[0], single) and matches("true", single) and not matches(f"{calls[0]}\n{calls[0]}", single)

@@ -22,6 +22,7 @@ class ChatTask:
     parameters: Parameters
     tools: Sequence[Tool] = ()
     tool_choice: str = AUTO  # or NONE, REQUIRED, or "=" and the name of a function
+    parallel_calls: bool = True  # whether an answer beside a schema may be several calls
     schema: Mapping[str, Any] | None = None  # that the answer has to match
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template
 
@@ -108,7 +109,7 @@ def grammar_of(task: ChatTask, style: ToolStyle, llama: Llama) -> Grammar | None
         return answer
     calls = call_schema(task.offered, style)
     json_grammar(calls, "tools")  # a schema that cannot be used is refused with the name of its field
-    return Grammar.lark(call_or_answer(calls, task.schema, style, llama.tokenizer))
+    return Grammar.lark(call_or_answer(calls, task.schema, style, llama.tokenizer, task.parallel_calls))
 
 
 def json_grammar(schema: Mapping[str, Any], param: str) -> Grammar:

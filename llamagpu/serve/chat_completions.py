@@ -172,6 +172,7 @@ def task_of(request: ChatRequest, llama: Llama) -> ChatTask:
         parameters=parameters(request, llama.sampling, llama.config.vocab, max_tokens, top),
         tools=[msgspec.to_builtins(tool) for tool in request.tools or ()],
         tool_choice=tool_choice(request.tool_choice),
+        parallel_calls=request.parallel_tool_calls is not False,
         schema=schema_of(request.response_format),
         variables=variables(request.chat_template_kwargs, request.reasoning_effort),
     )

@@ -71,6 +71,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     text: TextOptions | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     stream: bool | None = None
     previous_response_id: str | None = None
@@ -207,7 +208,7 @@ def heading(server: Server, request: ResponseRequest) -> dict[str, Any]:
         "metadata": request.metadata or {},
         "model": server.check_model(request.model),
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
         "temperature": request.temperature,
         "text": {"format": {"type": "text"}} if request.text is None else msgspec.to_builtins(request.text),
@@ -252,6 +253,7 @@ def task_of(request: ResponseRequest, llama: Llama) -> ChatTask:
         parameters=parameters(fields, llama.sampling, llama.config.vocab, request.max_output_tokens),
         tools=[tool_object(tool) for tool in request.tools or ()],
         tool_choice=tool_choice(request.tool_choice),
+        parallel_calls=request.parallel_tool_calls is not False,
         schema=schema_of(request.text),
         variables=template_variables(None, effort),
     )

@@ -103,14 +103,16 @@ def call_schema(tools: Sequence[Tool], style: ToolStyle) -> dict[str, Any]:
     return {"anyOf": choices, "$defs": definitions}
 
 
-def call_or_answer(call: Mapping[str, Any], answer: Mapping[str, Any], style: ToolStyle, tokenizer: Tokenizer) -> str:
-    """A Lark grammar: calls of one schema, or an answer of another."""
+def call_or_answer(
+    call: Mapping[str, Any], answer: Mapping[str, Any], style: ToolStyle, tokenizer: Tokenizer, parallel: bool = True
+) -> str:
+    """A Lark grammar: a call of one schema, or several if `parallel`, or an answer of another schema."""
     id, *more = tokenizer.encode(style.begin, bos=False)
     control = tokenizer.is_control(id) and not more
     begin = f"<[{id}]>" if control else json.dumps(style.begin)  # a control token does not match its text
     opening = json.dumps(style.forced.removeprefix(style.begin))
     rules = {
-        "start": 'call ("\\n" call)* | answer',
+        "start": 'call ("\\n" call)* | answer' if parallel else "call | answer",
         "call": f"{f'({begin})?' if style.bare else begin} {opening} call_object {json.dumps(style.closing)}",
         "call_object": f"%json {json.dumps({**call, 'x-guidance': JSON_OPTIONS})}",
         "answer": f"%json {json.dumps({**answer, 'x-guidance': JSON_OPTIONS})}",
