@@ -40,7 +40,8 @@ class PagePool:
         self.free = list(range(count - 1, -1, -1))
         self.holders = [0] * count
         self.contents: dict[int, Contents] = {}  # of pages that can be found
-        self.following: dict[int, dict[Ids, int]] = {}  # page before -> ids -> page
+        # page before -> first id -> ids -> page: of thousands of prompts few begin with the same id
+        self.following: dict[int, dict[int, dict[Ids, int]]] = {}
         self.kept: OrderedDict[int, None] = OrderedDict()  # found, but held by nobody: the oldest first
 
     @property
@@ -96,12 +97,12 @@ class PagePool:
             if before != ROOT and before not in self.contents:
                 return  # its twin can be found, and what follows the twin
             own, page = tuple(ids[number * PAGE : (number + 1) * PAGE]), pages[number]
-            found = self.following.setdefault(before, {})
+            found = self.following.setdefault(before, {}).setdefault(own[0], {})
             if found.get(own, page) != page:
                 if page in self.contents:
                     self.forget(page)
                 return
-            if page in self.contents:
+            if page in self.contents:  # with fewer ids
                 del found[self.contents[page].ids]
             self.contents[page] = Contents(before, own)
             found[own] = page
@@ -109,13 +110,15 @@ class PagePool:
     def forget(self, page: int) -> None:
         """A page can no longer be found, nor can what follows it. Pages that nobody holds are free then."""
         contents = self.contents[page]
-        found = self.following[contents.before]
-        del found[contents.ids]
-        if not found:
+        siblings = self.following[contents.before]
+        del siblings[contents.ids[0]][contents.ids]
+        if not siblings[contents.ids[0]]:
+            del siblings[contents.ids[0]]
+        if not siblings:
             del self.following[contents.before]
         forgotten = [page]
         for gone in forgotten:  # no recursion: a long context is thousands of pages, one after another
-            forgotten += self.following.pop(gone, {}).values()
+            forgotten += (next for found in self.following.pop(gone, {}).values() for next in found.values())
             del self.contents[gone]
             if gone in self.kept:
                 del self.kept[gone]
@@ -124,9 +127,10 @@ class PagePool:
     def find(self, ids: Items[int]) -> Prefix:
         """The longest prefix of `ids` that pages hold."""
         pages: list[int] = []
+        found: dict[Ids, int] = {}
         before, position = ROOT, 0
-        while True:
-            found = self.following.get(before, {})
+        while position < len(ids):
+            found = self.following.get(before, {}).get(ids[position], {})
             page = found.get(tuple(ids[position : position + PAGE])) if position + PAGE <= len(ids) else None
             if page is None:
                 break
