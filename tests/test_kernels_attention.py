@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import wgpu
 from kernel_cases import (
     GUARD,
     SLOTS,
@@ -252,6 +253,20 @@ def in_process_with_lanes(gpu, lanes: int, tests: str) -> None:
 
 
 STORED = (Heads(64, 4, 2, KV_Q8_0), Heads(96, 3, 3, KV_Q8_0), Heads(32, 1, 1, KV_Q8_0))
+
+
+@covers("copy_page")
+@pytest.mark.parametrize(("source", "target"), [(0, 4), (4, 1), (2, 2)])
+def test_copy_page(any_gpu, source, target):
+    """One page of every KV head; the others stay."""
+    gpu, caches = any_gpu, random("copy_page").integers(0, 1 << 32, (2, 3, 5, 4 * 300), np.uint32)
+    k, v = (gpu.upload(cache, "cache") for cache in caches)
+    pair = gpu.zeros(16, "pair", wgpu.BufferUsage.UNIFORM)
+    gpu.write(pair, np.array([source, target], np.uint32))
+    bindings = {"k_cache": k, "v_cache": v, "pair": pair}
+    run(gpu, [gpu.dispatch("copy_page", (), {"PAGES": 5, "PAGE_VEC4S": 300}, bindings, (3, 2, 1))])
+    caches[:, :, target] = caches[:, :, source]
+    assert [gpu.read(cache, np.uint32, caches[0].size).tolist() for cache in (k, v)] == caches.reshape(2, -1).tolist()
 
 
 @covers("store_kv")

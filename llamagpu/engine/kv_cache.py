@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import wgpu
 from numpy.typing import NDArray
 
 from llamagpu.engine import routes
@@ -20,7 +22,8 @@ from llamagpu.errors import DoesNotFit
 from llamagpu.files.config import LayerKind, ModelConfig, Rope, rope_table
 from llamagpu.gpu.buffers import ALIGN, TEXEL_BYTES, Bindable, Buffer, BufferRange, Texture, padded_ranges
 from llamagpu.gpu.device import Gpu, Texels
-from llamagpu.gpu.shaders import constants
+from llamagpu.gpu.recorder import Plan, Recorder, Step
+from llamagpu.gpu.shaders import Const, constants
 
 TEXTURE_ROWS = constants("attend_texture")["TEXTURE_ROWS"]  # cells below each other in a cache texture
 SMALLER = {KvType.F32: ", or an f16 cache (-ctk f16)", KvType.F16: ", or a q8_0 cache (-ctk q8_0)"}
@@ -225,7 +228,7 @@ class BufferKvCache(KvCache):
     """Buffers by layer. With `fused`, as many layers as a binding holds are in one buffer, for fused decode."""
 
     layers: list[LayerCache]
-    spare: Buffer  # a page of one layer: no buffer can be copied to itself
+    copied: Buffer  # the pages of `copy_page`
 
     def __init__(
         self,
@@ -245,7 +248,7 @@ class BufferKvCache(KvCache):
 
     def _storage(self) -> Items[Bindable]:
         ranges = [cache_range for layer in self.layers for cache_range in (layer.keys, layer.values)]
-        return [*{id(cache_range.buffer): cache_range.buffer for cache_range in ranges}.values(), self.spare]
+        return [*{id(cache_range.buffer): cache_range.buffer for cache_range in ranges}.values(), self.copied]
 
     def _allocate(self) -> None:
         cell_bytes, binding = self.config.kv_heads * self.row_bytes, self.gpu.caps.binding_bytes
@@ -263,18 +266,21 @@ class BufferKvCache(KvCache):
             sizes = [size] * min(layers_per_buffer, self.config.layers - start)
             keys, values = (padded_ranges(self.gpu, sizes, label) for label in ("k_cache", "v_cache"))
             self.layers += [LayerCache(k, v) for k, v in zip(keys, values, strict=True)]
-        self.spare = self.gpu.zeros(2 * PAGE * cell_bytes, "spare page")
+        self.copied = self.gpu.zeros(16, "pages to copy", wgpu.BufferUsage.UNIFORM)
 
     def copy_page(self, source: int, target: int) -> None:
-        size, heads, copies = PAGE * self.row_bytes, 2 * self.config.kv_heads, list[tuple[BufferRange, BufferRange]]()
-        spare = [BufferRange(self.spare, i * size, size) for i in range(heads)]
-        sources, targets = ([*self._cells([(page * PAGE, PAGE)])] for page in (source, target))
-        for layer in range(0, len(sources), heads):
-            for i, place in enumerate(spare):
-                copies.append((sources[layer + i][0], place))
-            for i, place in enumerate(spare):
-                copies.append((place, targets[layer + i][0]))
-        self.gpu.copy(copies)
+        self.gpu.write(self.copied, np.array([source, target], np.uint32))
+        Recorder(self.gpu).submit([Step(self._copy_plan)])
+
+    @cached_property
+    def _copy_plan(self) -> Plan:
+        """A kernel: WebGPU copies no buffer to itself, and a page has a piece for every layer and head."""
+        consts: dict[str, Const] = {"PAGES": self.pool.count, "PAGE_VEC4S": PAGE * self.row_bytes // 16}
+        grid, dispatches = (self.config.kv_heads, 2, 1), []
+        for layer in self.layers:
+            bound: dict[str, Bindable] = {"k_cache": layer.keys, "v_cache": layer.values, "pair": self.copied}
+            dispatches.append(self.gpu.dispatch("copy_page", (), consts, bound, grid))
+        return Plan(dispatches)
 
     def read(self, sequence: Sequence, count: int) -> Iterator[Bytes]:
         for parts in self._cells(self.runs(sequence, count)):

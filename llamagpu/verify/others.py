@@ -53,6 +53,7 @@ def other_cases(gpu: Gpu) -> Iterator[Case]:
     yield Case("quantise_int8", "width 576, m 5", partial(quantise, gpu), REQUANTISED)
     yield from architecture_cases(gpu)
     yield from expert_cases(gpu)
+    yield Case("copy_page", "3 KV heads", partial(copy_page, gpu), COPIED)
     yield Case("check_logits", "vocab 3000", partial(check_logits, gpu), COPIED)
     yield Case("mask_logits", "vocab 3000", partial(mask_logits, gpu), COPIED)
     yield Case("top_logprobs", "4 of 3000", partial(top_logprobs, gpu))
@@ -142,6 +143,18 @@ def scored(gpu: Gpu, kind: SampleKind) -> tuple[DeviceSampler, Array, Array, Arr
         gpu.read(sampler.scores, np.uint32, sampler.scores.size // 4),
     )
     return sampler, words, before[0], gpu.read(head.logits, np.float32, 3000)
+
+
+def copy_page(gpu: Gpu) -> Answer:
+    """The last of 5 pages to the second."""
+    caches = random("copy_page").integers(0, 1 << 32, (2, 3, 5, 40), np.uint32)
+    k, v = (gpu.upload(cache, "cache") for cache in caches)
+    pair = gpu.zeros(16, "pair", wgpu.BufferUsage.UNIFORM)
+    gpu.write(pair, np.array([4, 1], np.uint32))
+    bindings = {"k_cache": k, "v_cache": v, "pair": pair}
+    run(gpu, [gpu.dispatch("copy_page", (), {"PAGES": 5, "PAGE_VEC4S": 10}, bindings, (3, 2, 1))])
+    caches[:, :, 1] = caches[:, :, 4]
+    return np.array([gpu.read(cache, np.uint32, 600) for cache in (k, v)]), caches.reshape(2, 600)
 
 
 def check_logits(gpu: Gpu) -> Answer:
