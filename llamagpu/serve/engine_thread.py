@@ -78,11 +78,14 @@ class Jobs(list[Job]):
 
         With `silence_s`, an empty list after so many seconds without a token.
         """
-        open_jobs = set(range(len(self)))
+        loop, open_jobs = asyncio.get_running_loop(), set(range(len(self)))
         while open_jobs:
             left = self.deadline - time.perf_counter()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.ready.wait(), left if silence_s is None else min(left, silence_s))
+            waited = loop.call_later(left if silence_s is None else min(left, silence_s), self.ready.set)
+            try:
+                await self.ready.wait()  # wait_for would make a task for every event
+            finally:
+                waited.cancel()
             if time.perf_counter() > self.deadline:
                 raise ApiError(504, f"the request took more than {self.timeout_s:g} s", code="timeout")
             self.ready.clear()
