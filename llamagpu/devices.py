@@ -225,7 +225,7 @@ def shape_text(dispatch: Dispatch) -> str:
     if isinstance(shape, ExpertLinear):
         return f"{shape_text(replace(dispatch, shape=shape.linear))}, {shape.used} of {shape.experts} experts"
     if isinstance(shape, Linear):
-        has_scales = shape.storage not in (Storage.F16, Storage.TEXTURE_F32)
+        has_scales = not shape.storage.two_bytes and shape.storage is not Storage.TEXTURE_F32
         matrix = f"{shape.n}x{shape.k} {shape.storage}" + (f"/{shape.group}" if has_scales else "")
         return matrix if dispatch.op == "embedding" else f"{matrix}, {shape.inputs} x"
     if isinstance(shape, Attention):

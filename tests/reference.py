@@ -13,7 +13,7 @@ EMBEDDING = "token_embd"
 class Reference:
     """One sequence with its KV cache.
 
-    It rounds what the device rounds, so that only the error of the arithmetic is left: F32 and BF16 matrices to f16
+    It rounds what the device rounds, so that only the error of the arithmetic is left: F32 matrices to f16
     (unless `exact`), keys and values to `kv_type`, f16 or q8_0. `int8_decode` rounds the inputs of linears of one row,
     which the output matrix always is, to 1/127 of the largest of each 32; `int8_prefill` those of several rows.
     """
@@ -48,7 +48,7 @@ class Reference:
 
     def load(self, tensor: RawTensor) -> np.ndarray:
         values = dequantize(tensor.data, GGMLQuantizationType[tensor.ggml_type]).reshape(tensor.shape)
-        if not self.exact and len(tensor.shape) == 2 and tensor.ggml_type in ("F32", "BF16"):
+        if not self.exact and len(tensor.shape) == 2 and tensor.ggml_type == "F32":
             values = values.astype(np.float16)
         return values.astype(np.float64)
 

@@ -19,6 +19,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 from gguf_builder import tiny_llama
 from hf_builder import hf_config, hf_folder, hf_weights, write_safetensors
+from one_sequence import load_one
 from package_data import default_model, english_text
 from reference import Reference, assert_close
 from safetensors.numpy import load_file
@@ -30,6 +31,7 @@ from llamagpu.convert.output import repack_q6
 from llamagpu.convert.packed_writer import PackedWriter
 from llamagpu.convert.quantise import error_weights, quantise
 from llamagpu.engine.engine import Engine
+from llamagpu.engine.options import Backend, KvType
 from llamagpu.engine.sequence import Sequence
 from llamagpu.errors import BadFile, DeviceLost, DoesNotFit, LlamaGpuError, Unsupported
 from llamagpu.files.config import ModelConfig
@@ -70,7 +72,7 @@ def logits(engine: Engine, ids: list[int]) -> np.ndarray:
 # Rounding
 
 
-@pytest.mark.parametrize("ggml_type", ["Q4_0", "Q4_1", "Q8_0", "F16", "F32"])
+@pytest.mark.parametrize("ggml_type", ["Q4_0", "Q4_1", "Q8_0", "F16", "BF16", "F32"])
 def test_plain_rounding_equals_that_of_gguf(ggml_type):
     x = sample(256, 1024)
     blocks, error = quantise(ggml_type, x)
@@ -228,6 +230,24 @@ def test_packed_file_gives_the_logits_of_the_gguf(gpu, tmp_path, arch):
         assert np.array_equal(*found)
         wanted = Reference(GgufFile(tmp_path / f"{to}.gguf")).forward(IDS)[-1]
         assert_close(found[0], wanted, 1e-9, 1e-4, what=to)
+
+
+def test_bf16_keeps_weights_beyond_f16(gpu, tmp_path):
+    config = hf_config()
+    weights = {name: values * 2**21 if "down_proj" in name else values for name, values in hf_weights(config).items()}
+    folder = hf_folder(tmp_path / "m", config, weights)
+    with pytest.raises(Unsupported, match="too large for F16") as error:
+        make(folder, tmp_path / "f16.gguf", "f16")
+    assert "--to bf16" in error.value.remedy
+    found = []
+    for out in (tmp_path / "m.gguf", tmp_path / "m.safetensors"):
+        make(folder, out, "bf16")
+        for backend in Backend:
+            found.append(logits(load_one(gpu, out, backend=backend, kv_type=KvType.F32).engine, IDS))
+    assert np.array_equal(found[0], found[2]) and np.array_equal(found[1], found[3])
+    wanted = Reference(GgufFile(tmp_path / "m.gguf")).forward(IDS)[-1]
+    for each in found[:2]:
+        assert_close(each, wanted, 1e-9, 1e-4)
 
 
 def test_packed_output_without_a_target_type_keeps_the_types(tmp_path):

@@ -15,7 +15,7 @@ from llamagpu.files.storage import Storage
 from llamagpu.gpu import shaders
 from llamagpu.verify.reference import COPIED, Weight, fits
 
-Q4, Q6, Q8, F16 = Storage.Q4, Storage.Q6, Storage.Q8, Storage.F16
+Q4, Q6, Q8, F16, BF16 = Storage.Q4, Storage.Q6, Storage.Q8, Storage.F16, Storage.BF16
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ EMBED = runs(
         Embedding((Weight(Q6, 40, 256, 16, scale_bits=8),)),
         Embedding((Weight(Q4, 40, 576, has_offset=True),)),  # more than one workgroup of values
         Embedding((Weight(Q8, 7, 32, 8), Weight(F16, 1, 32))),
-        Embedding((Weight(F16, 6, 33), Weight(F16, 5, 33))),
+        Embedding((Weight(F16, 6, 33), Weight(BF16, 5, 33))),
         Embedding((Weight(Q4, 9, 96, 3), Weight(Q8, 9, 96, 3, has_offset=True))),
     ),
     at_minimum=lambda case: case is TWO_STORAGES,

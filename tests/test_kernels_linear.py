@@ -49,7 +49,7 @@ from llamagpu.verify.reference import (
     swiglu,
 )
 
-Q4, Q6, Q8, F16 = Storage.Q4, Storage.Q6, Storage.Q8, Storage.F16
+Q4, Q6, Q8, F16, BF16 = Storage.Q4, Storage.Q6, Storage.Q8, Storage.F16, Storage.BF16
 SPLIT_K = (512, 1024, 2048)  # split twice, four and eight times
 WEIGHTS = (
     Weight(Q4, 71, 576),  # Q4_0, the width of SmolLM2; odd n
@@ -80,6 +80,8 @@ WEIGHTS = (
     Weight(Q8, 1, 32, 16, scale_bits=32),  # one row, one block
     Weight(F16, 65, 40),  # k % 8 but not % 32
     Weight(F16, 12, 129),  # odd k: padded rows
+    Weight(BF16, 35, 192),  # beyond f16
+    Weight(BF16, 12, 129),
     Weight(F16, 3, 6),  # less than one load
     Weight(F16, 1, 1),  # one weight
     Weight(Q4, 8193, 192),  # tiles enough for a large GPU; blocks left over when k is split
@@ -118,7 +120,7 @@ class LinearCase:
         return self.epilogue is not Epilogue.STORE or (self.weight.k == 576 and (no_prologue or self.first))
 
     def bound(self, route) -> verify_reference.Bound:
-        if route.kernel == "linear_gemm_int8" and self.weight.storage is F16:
+        if route.kernel == "linear_gemm_int8" and self.weight.storage.two_bytes:
             return verify_reference.ROUNDED_WEIGHTS
         return mode_bound((self.inputs, self.prologue))
 
@@ -221,6 +223,7 @@ STAGES = (
     Weight(Q4, 30, 5376, has_offset=True, scale_bits=8),
     Weight(Q8, 71, 192),
     Weight(F16, 70, 576),
+    Weight(BF16, 6, 192),
 )
 
 

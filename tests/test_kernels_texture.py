@@ -29,6 +29,7 @@ STORAGES = {  # storage, group, has_offset
     "q8 offset": (Storage.Q8, 32, True),
     "q8/16": (Storage.Q8, 16, False),
     "f16": (Storage.F16, 0, False),
+    "bf16": (Storage.BF16, 0, False),
 }
 TWO_STORAGES = (Weight(Storage.Q4, 24, 64, has_offset=True), Weight(Storage.Q8, 48, 64, 16))
 

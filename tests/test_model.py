@@ -26,7 +26,6 @@ from llamagpu.engine.sampler import Sampling, host_sampler
 from llamagpu.engine.step_inputs import MAX_ROWS, Segment
 from llamagpu.errors import DoesNotFit
 from llamagpu.files.gguf_file import BLOCKS, GgufFile
-from llamagpu.files.storage import Storage
 from llamagpu.gpu import caps, device, recorder
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Pending, Plan, Step
@@ -51,7 +50,7 @@ def check_against_reference(run: OneSequence, path: Path) -> None:
     """A prompt of 13 tokens, three single steps, and 14 more at once. (2 to 8 rows have other kernels, which take
     long to compile: see test_chunks_make_no_difference.)"""
     ids, reference = token_ids(30), reference_of(run, path)
-    rounded = run.model.weights.layers[0].qkv.shards[0].layout.storage is Storage.F16
+    rounded = run.model.weights.layers[0].qkv.shards[0].layout.storage.two_bytes
     int8 = INT8_WEIGHTS if rounded else INT8
     bounds = int8 if run.model.int8_decode else CACHE_BOUNDS[run.engine.settings.kv_type]
     for start, end in ((0, 13), (13, 14), (14, 15), (15, 16), (16, 30)):

@@ -1,5 +1,5 @@
-// Role dot, f16 weights, int8 blocks: fetch(row, b) loads 32 weights of a row (four 16-byte loads), dot32 multiplies.
-// Needs K % 32 == 0. Parts: f16, inputs_int8 or prologue_int8.
+// Role dot, float weights, int8 blocks: fetch(row, b) loads 32 weights of a row (four 16-byte loads), dot32 multiplies.
+// Needs K % 32 == 0. Parts: pair_*, inputs_int8 or prologue_int8.
 const K: u32 = 32u;
 struct Weights { a: vec4<u32>, b: vec4<u32>, c: vec4<u32>, d: vec4<u32> }
 @group(0) @binding(6) var<storage, read> w: array<vec4<u32>>;
@@ -8,7 +8,7 @@ fn fetch(row: u32, b: u32) -> Weights {
   return Weights(w[i], w[i + 1u], w[i + 2u], w[i + 3u]);
 }
 fn dot8(q: vec4<u32>, even: u32, odd: u32) -> f32 {
-  let a = unpack_f16(q.x); let b = unpack_f16(q.y); let c = unpack_f16(q.z); let d = unpack_f16(q.w);
+  let a = weight_pair(q.x); let b = weight_pair(q.y); let c = weight_pair(q.z); let d = weight_pair(q.w);
   return dot(vec4<f32>(a.x, b.x, c.x, d.x), vec4<f32>(unpack4xI8(even)))
        + dot(vec4<f32>(a.y, b.y, c.y, d.y), vec4<f32>(unpack4xI8(odd)));
 }

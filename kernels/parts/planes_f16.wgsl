@@ -1,6 +1,6 @@
-// Role planes: load_raw(row, b) loads 32 f16 weights of a row, 64 bytes; planes rounds them to int8, the 16 even weights
-// and the 16 odd ones, with raw_scale as their scale. It stands for `scales` as well: f16 weights have none.
-// Needs K % 32 == 0. Parts: f16.
+// Role planes: load_raw(row, b) loads 32 float weights of a row, 64 bytes; planes rounds them to int8, the 16 even weights
+// and the 16 odd ones, with raw_scale as their scale. It stands for `scales` as well: floats have none.
+// Needs K % 32 == 0. Parts: pair_*.
 const K: u32 = 32u;
 const ZERO: f32 = 0.0;
 const UNIT: f32 = 1.0;
@@ -21,7 +21,7 @@ fn top_weight(r: Raw) -> f32 {
   let pairs = max(max(r.a & low, r.b & low), max(r.c & low, r.d & low));
   let high = max(max((r.a >> vec4<u32>(16u)) & low, (r.b >> vec4<u32>(16u)) & low), max((r.c >> vec4<u32>(16u)) & low, (r.d >> vec4<u32>(16u)) & low));
   let top = max(pairs, high);
-  return unpack_f16(max(max(top.x, top.y), max(top.z, top.w))).x;
+  return weight_pair(max(max(top.x, top.y), max(top.z, top.w))).x;
 }
 fn raw_scale(r: Raw) -> f32 { return top_weight(r) / 127.0; }
 
@@ -30,7 +30,7 @@ fn rounded(v: vec4<f32>) -> u32 {  // adding 1.5 * 2^23 rounds and leaves the in
   return b.x | (b.y << 8u) | (b.z << 16u) | (b.w << 24u);
 }
 fn word_pair(v: vec4<u32>, inverse: f32) -> vec2<u32> {  // 8 weights: 4 even ones, 4 odd ones
-  let a = unpack_f16(v.x); let b = unpack_f16(v.y); let c = unpack_f16(v.z); let d = unpack_f16(v.w);
+  let a = weight_pair(v.x); let b = weight_pair(v.y); let c = weight_pair(v.z); let d = weight_pair(v.w);
   return vec2<u32>(rounded(vec4<f32>(a.x, b.x, c.x, d.x) * inverse), rounded(vec4<f32>(a.y, b.y, c.y, d.y) * inverse));
 }
 fn planes(r: Raw) -> Planes {

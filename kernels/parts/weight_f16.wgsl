@@ -1,11 +1,11 @@
-// Role weight: f16 weights [N, K], rows padded to an even number of values. weight(n, k) fits every K; weight8(n, k8),
+// Role weight: f16 or BF16 weights [N, K], rows padded to an even number of values. weight(n, k) fits every K; weight8(n, k8),
 // 8 consecutive k of a row, needs K % 8 == 0. load_weight8 loads them as they are stored, unpack_weight8 unpacks them
-// after the loads have arrived. Parts: f16.
+// after the loads have arrived. Parts: pair_*.
 const K: u32 = 32u;
 struct RawWeight8 { q: vec4<u32> }
 @group(0) @binding(6) var<storage, read> w: array<u32>;
 fn weight(n: u32, k: u32) -> f32 {
-  let two = unpack_f16(w[n * ((K + 1u) / 2u) + k / 2u]);
+  let two = weight_pair(w[n * ((K + 1u) / 2u) + k / 2u]);
   return select(two.x, two.y, (k & 1u) == 1u);
 }
 fn load_weight8(n: u32, k8: u32) -> RawWeight8 {
@@ -13,6 +13,6 @@ fn load_weight8(n: u32, k8: u32) -> RawWeight8 {
   return RawWeight8(vec4<u32>(w[i], w[i + 1u], w[i + 2u], w[i + 3u]));
 }
 fn unpack_weight8(raw: RawWeight8, n: u32, k8: u32) -> mat2x4<f32> {
-  return mat2x4<f32>(vec4<f32>(unpack_f16(raw.q.x), unpack_f16(raw.q.y)), vec4<f32>(unpack_f16(raw.q.z), unpack_f16(raw.q.w)));
+  return mat2x4<f32>(vec4<f32>(weight_pair(raw.q.x), weight_pair(raw.q.y)), vec4<f32>(weight_pair(raw.q.z), weight_pair(raw.q.w)));
 }
 fn weight8(n: u32, k8: u32) -> mat2x4<f32> { return unpack_weight8(load_weight8(n, k8), n, k8); }

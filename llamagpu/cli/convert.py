@@ -32,6 +32,7 @@ class Target(StrEnum):
     q4_1 = "q4_1"
     q8_0 = "q8_0"
     f16 = "f16"
+    bf16 = "bf16"
     packed = "packed"
 
 

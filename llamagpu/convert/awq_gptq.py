@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files.gguf_file import REMEDY_REFETCH, shown
-from llamagpu.files.safetensors_file import Stored, widen
-from llamagpu.files.storage import Layout, PackedMatrix, Storage, take_rows
+from llamagpu.files.safetensors_file import Stored
+from llamagpu.files.storage import Layout, PackedMatrix, Storage, take_rows, widen
 
 GROUP = 32  # of the packed matrix; a group of the checkpoint is a multiple of it
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of 8, that each nibble of a word belongs to, lowest nibble first

@@ -29,15 +29,17 @@ from llamagpu.hub.registry import resolve
 if TYPE_CHECKING:
     from llamagpu.convert.calibrate import Quality
 
-TARGETS = {"q4_0": "Q4_0", "q4_1": "Q4_1", "q8_0": "Q8_0", "f16": "F16"}
+TARGETS = {"q4_0": "Q4_0", "q4_1": "Q4_1", "q8_0": "Q8_0", "f16": "F16", "bf16": "BF16"}
 OUTPUTS = {"q8_0": "Q8_0", "q6_k": "Q6_K", "f16": "F16"}
 FILE_TYPES = {
     "F16": LlamaFileType.MOSTLY_F16,
+    "BF16": LlamaFileType.MOSTLY_BF16,
     "Q4_0": LlamaFileType.MOSTLY_Q4_0,
     "Q4_1": LlamaFileType.MOSTLY_Q4_1,
     "Q8_0": LlamaFileType.MOSTLY_Q8_0,
 }
 FOUR_BITS = ("Q4_0", "Q4_1")
+MANY_BITS = ("Q8_0", "F16", "BF16")  # good enough for the output matrix too
 ROUTER = ".ffn_gate_inp.weight"  # of experts: small, and a wrong choice costs more than a rounded weight
 OUTPUT_TENSORS = ("output.weight", "token_embd.weight")  # --keep-output is for these
 
@@ -103,7 +105,7 @@ def plan(source: Source, to: str | None, keep_output: str = "q8_0", packed: bool
     packed = packed or to == "packed"
     wanted = TARGETS.get(to or "")
     exact: dict[str, str] = {}
-    if wanted not in ("Q8_0", "F16"):
+    if wanted not in MANY_BITS:
         exact = {matrix.name: matrix.exact_type() for matrix in source.quantised}
     inexact = [name for name, ggml_type in exact.items() if ggml_type not in (SYMMETRIC, wanted or F16_OFFSETS)]
     if inexact and not packed and wanted is None:
@@ -128,14 +130,14 @@ def plan(source: Source, to: str | None, keep_output: str = "q8_0", packed: bool
         notes.append(f"{len(f16)} matrices whose rows do not divide into groups of 32 stay f16, {f16[0]} for one")
     group = BLOCKS[output][0]
     wide = [n for n in OUTPUT_TENSORS if types.get(n) == "Q8_0" and source.tensors[n].shape[1] % group]
-    if wide and main not in ("Q8_0", "F16"):
+    if wide and main not in MANY_BITS:
         notes.append(f"{wide[0]} is Q8_0: its rows do not divide into {output}'s groups of {group}")
     return Plan(types, packed, notes, requantised(source, types))
 
 
 def requantised(source: Source, types: dict[str, str]) -> list[str]:
     """A warning if weights of few bits are rounded again: Q4_1 to Q4_0 adds 22 % to the perplexity of SmolLM2."""
-    raw = {name: tensor.raw.ggml_type for name, tensor in source.tensors.items() if tensor.raw}
+    raw = {name: tensor.ggml_type for name, tensor in source.tensors.items()}
     again = [name for name, old in raw.items() if types[name] != old and few_bits(old) and types[name] in FOUR_BITS]
     if not again:
         return []
@@ -153,10 +155,10 @@ def tensor_type(tensor: Tensor, main: str, output: str, keep_raw: bool) -> str:
     """The new type of a tensor: weights become `main`, the output matrix and the embeddings `output`."""
     if len(tensor.shape) == 1 or tensor.name.endswith((ROUTER, ".bias")):
         return "F32"
-    raw = tensor.raw.ggml_type if tensor.raw else "F16"
+    raw = tensor.ggml_type
     if keep_raw and raw not in FLOATS:
         return raw
-    if tensor.name in OUTPUT_TENSORS and main not in ("Q8_0", "F16"):
+    if tensor.name in OUTPUT_TENSORS and main not in MANY_BITS:
         if raw not in FLOATS:
             return raw  # quantised already: quantising it again would only add error
         main = output
@@ -168,7 +170,8 @@ def tensor_type(tensor: Tensor, main: str, output: str, keep_raw: bool) -> str:
 
 def original_plan(source: Source) -> Plan:
     """The plan with the smallest error among the files that the engine loads."""
-    types = {name: tensor_type(tensor, "F16", "F16", keep_raw=False) for name, tensor in source.tensors.items()}
+    tensors = source.tensors.items()
+    types = {name: tensor_type(tensor, tensor.ggml_type, tensor.ggml_type, keep_raw=False) for name, tensor in tensors}
     exact = {matrix.name: matrix.exact_type() for matrix in source.quantised if matrix.contiguous_groups()}
     return Plan(types | exact, packed=bool(exact), notes=[])
 

@@ -19,7 +19,7 @@ from llamagpu.convert.awq_gptq import F16_OFFSETS, F32_OFFSETS, SYMMETRIC, Quant
 from llamagpu.convert.gguf_header import encode_header, padding, tensor_bytes
 from llamagpu.convert.packed_writer import PackedWriter
 from llamagpu.convert.quantise import quantise, sum_of_squares
-from llamagpu.convert.source import Rows, Source, Tensor
+from llamagpu.convert.source import Blocks, Rows, Source, Tensor
 from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files.atomic import atomic_write
 from llamagpu.files.gguf_file import RawTensor
@@ -183,9 +183,8 @@ def tasks(job: Job, tensor: Tensor, loss: Loss) -> Iterator[Task]:
     n, k = tensor.matrix
     step = max(1, TASK_WEIGHTS // k)
     bounds = [(start, min(start + step, n)) for start in range(0, n, step)]
-    if tensor.raw and tensor.raw.ggml_type == loss.ggml_type:
-        blocks = tensor.raw.data.reshape(n, -1)
-        yield from (partial(copy_blocks, loss, blocks[start:stop]) for start, stop in bounds)
+    if tensor.blocks and tensor.ggml_type == loss.ggml_type:
+        yield from (partial(copy_blocks, loss, tensor.blocks, start, stop) for start, stop in bounds)
     elif tensor.quantised and keeps_nibbles(tensor.quantised, loss.ggml_type):
         packed, rows = tensor.quantised.load(loss.ggml_type), tensor.open()
         yield from (partial(copy_nibbles, loss, packed, rows, start, stop) for start, stop in bounds)
@@ -194,8 +193,8 @@ def tasks(job: Job, tensor: Tensor, loss: Loss) -> Iterator[Task]:
         yield from (partial(quantise_rows, loss, rows, start, stop, importance, job.best) for start, stop in bounds)
 
 
-def copy_blocks(loss: Loss, blocks: NDArray[np.uint8]) -> Piece:
-    return Piece(loss, blocks, 0.0, 0.0)
+def copy_blocks(loss: Loss, blocks: Blocks, start: int, stop: int) -> Piece:
+    return Piece(loss, blocks(start, stop), 0.0, 0.0)
 
 
 def keeps_nibbles(matrix: QuantisedMatrix, ggml_type: str) -> bool:
@@ -220,8 +219,8 @@ def quantise_rows(
         blocks, error = quantise(loss.ggml_type, x, importance, best)
     if not math.isfinite(error):
         worst = float(np.abs(x).max())
-        remedy = "Try --to q8_0." if worst < 127 * 65504 else "The checkpoint may be damaged."
-        raise Unsupported(f"tensor {loss.name} has a weight of {worst:g}, too large for {loss.ggml_type}", remedy)
+        cause = f"tensor {loss.name} has a weight of {worst:g}, too large for {loss.ggml_type}"
+        raise Unsupported(cause, "Try --to bf16, which holds it.")
     return Piece(loss, blocks, error, sum_of_squares(x))
 
 

@@ -11,7 +11,7 @@ from llamagpu.files.matrices import LoadedMatrix
 from llamagpu.files.packed_file import FORMAT
 from llamagpu.files.safetensors_file import DTYPES
 
-DTYPE_NAMES = {np.dtype(numpy).str: name for name, numpy in DTYPES.items() if name != "BF16"}
+DTYPE_NAMES = {np.dtype(numpy).str: name for name, numpy in DTYPES.items() if name != "U16"}  # u16 is BF16
 
 
 class PackedWriter:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llamagpu.files.storage import widen
+
 Floats = NDArray[Any]  # of f32
 Groups = tuple[Floats, Floats, Floats]  # q [b, 32] whole numbers, scale [b, 1], offset [b, 1]: q * scale + offset
 
@@ -28,6 +30,10 @@ def quantise(
     if ggml_type == "F16":
         rounded = x.astype(np.float16)
         return rounded.view(np.uint8), sum_of_squares(rounded - x)
+    if ggml_type == "BF16":
+        bits = x.view(np.uint32)
+        upper = (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)  # ties round to even
+        return upper.view(np.uint8), sum_of_squares(widen(upper) - x)
     if ggml_type == "Q6_K":
         blocks, y = _q6_k(x.reshape(-1, 16, 16))
         return blocks.reshape(len(x), -1), sum_of_squares(y.reshape(x.shape) - x)

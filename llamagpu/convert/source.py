@@ -18,10 +18,12 @@ from llamagpu.files.architectures import REMEDY_ARCHITECTURE
 from llamagpu.files.config import ModelConfig, check_tensors, tensor_shapes, used_shapes
 from llamagpu.files.gguf_file import BLOCKS, REMEDY_REFETCH, GgufFile, RawTensor, shown, unsupported_type
 from llamagpu.files.repack import to_f32
-from llamagpu.files.safetensors_file import Stored, widen
+from llamagpu.files.safetensors_file import Stored
+from llamagpu.files.storage import widen
 from llamagpu.files.tokenizer import Tokenizer
 
 Rows = Callable[[int, int], NDArray[np.float32]]  # start, stop -> [stop - start, k]
+Blocks = Callable[[int, int], NDArray[np.uint8]]  # start, stop -> [stop - start, bytes]
 # Metadata about the file, not the model
 FILE_KEYS = (Keys.General.FILE_TYPE, Keys.General.QUANTIZATION_VERSION, Keys.General.ALIGNMENT)
 
@@ -32,7 +34,8 @@ class Tensor:
     shape: tuple[int, ...]
     nbytes: int  # in the source
     open: Callable[[], Rows]  # a vector has one row
-    raw: RawTensor | None = None  # in a GGUF source
+    ggml_type: str = "F16"  # that holds its numbers
+    blocks: Blocks | None = None  # its rows in that type, where the source has them
     quantised: QuantisedMatrix | None = None  # in an AWQ or GPTQ source
 
     @property
@@ -53,7 +56,7 @@ class Source:
     def __post_init__(self) -> None:
         """Refuse what would become a file that nothing loads."""
         empty = np.zeros(0, np.uint8)
-        shapes = {t.name: t.raw or RawTensor(t.name, "F16", t.shape, empty) for t in self.tensors.values()}
+        shapes = {t.name: RawTensor(t.name, t.ggml_type, t.shape, empty) for t in self.tensors.values()}
         self.config = ModelConfig.from_gguf(self.metadata, shapes)
         check_tensors(self.config, shapes)
         if surplus := sorted(shapes.keys() - used_shapes(self.config, shapes)):
@@ -98,7 +101,11 @@ def float_tensor(name: str, stored: Stored, row_order: NDArray[np.int64] | None 
         return widen(stored.read(first, int(wanted.max()) + 1)[wanted - first])
 
     check_floats(stored, 1, 2)
-    return Tensor(name, stored.shape, stored.nbytes, lambda: read)
+    return Tensor(name, stored.shape, stored.nbytes, lambda: read, float_type(stored))
+
+
+def float_type(stored: Stored) -> str:
+    return "BF16" if stored.dtype == "BF16" else "F16"
 
 
 def check_floats(stored: Stored, *dims: int) -> None:
@@ -122,7 +129,8 @@ def expert_tensor(name: str, experts: Sequence[Stored]) -> Tensor:
         spans = [(experts[i], max(start - i * n, 0), min(stop - i * n, n)) for i in numbers]
         return np.concatenate([widen(expert.read(first, last)) for expert, first, last in spans])
 
-    return Tensor(name, (len(experts), n, k), sum(stored.nbytes for stored in experts), lambda: read)
+    size = sum(stored.nbytes for stored in experts)
+    return Tensor(name, (len(experts), n, k), size, lambda: read, float_type(experts[0]))
 
 
 def from_gguf(path: Path) -> Source:
@@ -140,13 +148,13 @@ def gguf_tensor(raw: RawTensor) -> Tensor:
     if raw.ggml_type not in BLOCKS or len(raw.shape) > 3:
         raise unsupported_type(raw)
     n = prod(raw.shape[:-1])
-    size = raw.data.size // n
+    data = raw.data.reshape(n, -1)
 
     def rows(start: int, stop: int) -> NDArray[np.float32]:
-        shape, data = (stop - start, raw.shape[-1]), raw.data[start * size : stop * size]
-        return to_f32(RawTensor(raw.name, raw.ggml_type, shape, data))
+        return to_f32(RawTensor(raw.name, raw.ggml_type, (stop - start, raw.shape[-1]), data[start:stop].reshape(-1)))
 
-    return Tensor(raw.name, raw.shape, raw.data.size, lambda: rows, raw=raw)
+    blocks = lambda start, stop: data[start:stop]  # noqa: E731
+    return Tensor(raw.name, raw.shape, raw.data.size, lambda: rows, raw.ggml_type, blocks)
 
 
 # llama2.c: seven numbers, then f32 arrays. One array holds a tensor of all layers; q and k have GGUF's row order.

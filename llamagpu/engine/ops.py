@@ -241,11 +241,12 @@ class Ops:
         """The files of a route's kernel parts, in the order of composition."""
         caps = self.gpu.caps
         names = ["f16_native" if caps.native_f16 else "f16_bits"]
-        scales = [] if storage is Storage.F16 else ["scales"]
+        scales = [f"pair_{storage}"] if storage.two_bytes else ["scales"]
+        words = "f16" if storage.two_bytes else storage  # the part that reads them
         int8_block = "int8_block_subgroup" if caps.subgroup >= 4 else "int8_block_tree"
         for role in route.parts:
             if role in (Role.WEIGHT, Role.BLOCK, Role.PLANES):
-                names += [*scales, f"{role}_{storage}"]
+                names += [*scales, f"{role}_{words}"]
             elif role is Role.DOT:
                 names += [*scales, *self._dot_parts(storage, inputs, prologue, int8_block)]
             elif role is Role.REDUCE:
@@ -286,7 +287,7 @@ class Ops:
             source = [f"inputs_{inputs}"]
         else:
             source = [f"prologue_{prologue}", f"prologue_{arithmetic}"] + [int8_block] * (arithmetic == "int8")
-        if storage is Storage.F16:
+        if storage.two_bytes:
             return [*source, "dot_f16_int8" if arithmetic == "int8" else "dot_f16"]
         return [*source, f"planes_{storage}", f"dot_{arithmetic}"]
 

@@ -302,19 +302,19 @@ def embed_value_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int)
 
 def word_aligned(s: Linear, weights: int) -> bool:
     """Whether a load of `weights` weights stays inside a row and a group; x is f32 without a prologue."""
-    aligned = s.k % weights == 0 and (s.storage is Storage.F16 or s.group % weights == 0)
+    aligned = s.k % weights == 0 and (s.storage.two_bytes or s.group % weights == 0)
     return s.inputs is Inputs.F32 and no_prologue(s) and aligned
 
 
 def block_aligned(s: Linear) -> bool:
     """Whether rows divide into blocks of 32 weights with one or two scales each."""
-    groups = s.storage is Storage.F16 or s.group % 32 == 0 or s.group == 16
+    groups = s.storage.two_bytes or s.group % 32 == 0 or s.group == 16
     return s.k % (64 if s.storage is Storage.Q6 else 32) == 0 and groups
 
 
 def quantised_dot(s: Linear) -> bool:
     """Whether both sides of the dot products are bytes."""
-    return s.inputs is Inputs.INT8 and s.storage is not Storage.F16
+    return s.inputs is Inputs.INT8 and not s.storage.two_bytes
 
 
 def no_prologue(s: Linear) -> bool:
@@ -335,8 +335,8 @@ def with_prologue(s: Linear) -> bool:
 
 
 def fits_linear_rows(s: Linear) -> bool:
-    """Whether an invocation can compute whole rows with 16-byte loads: group (k for f16) is large enough for them."""
-    smallest = {Storage.Q4: 32, Storage.Q8: 16, Storage.F16: 8}.get(s.storage)
+    """Whether an invocation can compute whole rows with 16-byte loads: groups (rows of floats) are long enough."""
+    smallest = {Storage.Q4: 32, Storage.Q8: 16, Storage.F16: 8, Storage.BF16: 8}.get(s.storage)
     return smallest is not None and s.m == 1 and not s.epilogue.needs_workgroup and word_aligned(s, smallest)
 
 
@@ -715,7 +715,7 @@ def fused_linear(s: Linear, grid: GridSize, caps: Caps) -> Route[Linear]:
     lanes = caps.subgroup
     while 2 * lanes <= grid.invocations and lanes < s.k // 32 and s.n * lanes <= grid.workgroups * grid.invocations:
         lanes *= 2
-    prefetch = 2 if s.inputs is not Inputs.INT8 or s.storage is Storage.F16 else 4
+    prefetch = 2 if s.inputs is not Inputs.INT8 or s.storage.two_bytes else 4
     consts = {"WORKGROUP": grid.invocations, "LANES": lanes, "PREFETCH": prefetch}
     parts = (*DOT_PARTS, Role.TURN)
     return Route("linear_gemv_fused", lambda s, c: is_gemv(s), "a fused stage", row_pair_grid, parts, consts)

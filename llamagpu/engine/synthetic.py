@@ -208,7 +208,7 @@ def fill_shard(gpu: Gpu, recorder: Recorder, shard: MatrixShard) -> None:
     if is_texture(shard.words):
         gpu.write_texture(shard.words, random_texture(shard))
         return
-    value = SMALL_F16_WEIGHTS if layout.storage is Storage.F16 else 0
+    value = SMALL_F16_WEIGHTS if layout.storage.two_bytes else 0
     fill_buffer(gpu, recorder, as_buffer(shard.words), value)
     if shard.scales is not None:
         f16 = int(np.float16(SMALL_SCALE).view(np.uint16))

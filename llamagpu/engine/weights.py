@@ -76,7 +76,7 @@ class MatrixShard:
             return {"GROUP": layout.group}
         if layout.storage is Storage.TEXTURE_F32:
             return {}
-        if layout.storage is Storage.F16:
+        if layout.storage.two_bytes:
             return {"K": layout.k}
         scales: dict[str, Const] = {"HAS_OFFSET": layout.has_offset, "SCALE_BITS": layout.scale_bits}
         return {"K": layout.k, "GROUP": layout.group} | scales

@@ -25,7 +25,12 @@ from llamagpu.files.storage import SUPER_BLOCK, Layout, PackedMatrix, Storage
 
 FORMAT = "llamagpu packed 2"
 READS = (FORMAT, "llamagpu packed 1")  # the first version stored the scales of K-quants as f32
-STORAGES = {"U8": (Storage.Q4, Storage.Q6), "I8": (Storage.Q8,), "F16": (Storage.F16,)}  # by the type of the words
+STORAGES = {  # by the type of the words
+    "U8": (Storage.Q4, Storage.Q6),
+    "I8": (Storage.Q8,),
+    "F16": (Storage.F16,),
+    "BF16": (Storage.BF16,),
+}
 STACKED = ("gate_up", "ffn_gate", "ffn_up", "ffn_down")  # the matrices that every expert has
 SCALE_BITS = {"F32": 32, "F16": 16, "I8": 8, "U8": 8}
 
@@ -118,11 +123,11 @@ class PackedFile:
     def _layout(self, name: str, k: int) -> Layout:
         words = self._array(f"{name}.words", 2, *STORAGES)
         n, width = words.shape
-        widths = {Storage.Q4: k // 2, Storage.Q6: 3 * k // 4, Storage.Q8: k, Storage.F16: k + k % 2}
-        storage = next((s for s in STORAGES[self.arrays[f"{name}.words"].dtype] if width == widths[s]), None)
+        row_bytes, storages = width * words.itemsize, STORAGES[self.arrays[f"{name}.words"].dtype]
+        storage = next((s for s in storages if Layout(s, k, k).row_bytes == row_bytes), None)
         if storage is None or (storage is Storage.Q6 and k % 64):
             raise self._bad(name)
-        if storage is Storage.F16:
+        if storage.two_bytes:
             return Layout(storage, k, k)
         scales = self._array(f"{name}.scales", 3, *SCALE_BITS)
         (_, groups, size), bits = scales.shape, SCALE_BITS[self.arrays[f"{name}.scales"].dtype]

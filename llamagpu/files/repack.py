@@ -1,6 +1,6 @@
 """GGUF tensors to packed matrices, in numpy.
 
-A packed matrix dequantises to the numbers that ggml gives, bit for bit. Only F32 and BF16 are rounded, to f16.
+A packed matrix dequantises to the numbers that ggml gives, bit for bit. Only F32 is rounded, to f16.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files.gguf_file import BLOCKS, REMEDY_REFETCH, RawTensor, shown
 from llamagpu.files.grid_types import GRIDS, pack_grid, pack_mxfp4, pack_ternary
-from llamagpu.files.storage import SUPER_BLOCK, Layout, PackedMatrix, Storage, dequantize
+from llamagpu.files.storage import SUPER_BLOCK, Layout, PackedMatrix, Storage, dequantize, widen
 
 # File bytes that a packer takes at once. Smaller batches stay in L2, but a numpy call costs 1-3 us, and threads compete
 # for the interpreter: 256 KiB gives 650 MB/s of Q4_K on one core or two, 1 MiB 760 and 1070 (Neoverse-N1).
@@ -239,7 +239,9 @@ FLOATS = {"F16": np.float16, "BF16": np.uint16, "F32": np.float32}  # BF16 is th
 
 def layout_of(ggml_type: str, k: int) -> Layout:
     """The layout of rows of k weights of a supported type, as `repack` gives them."""
-    return Layout(Storage.F16, k, k) if ggml_type in FLOATS else FORMATS[ggml_type].layout(k)
+    if ggml_type in FLOATS:
+        return Layout(Storage.BF16 if ggml_type == "BF16" else Storage.F16, k, k)
+    return FORMATS[ggml_type].layout(k)
 
 
 def packed_bytes(ggml_type: str, n: int, k: int) -> int:
@@ -277,20 +279,21 @@ def repack(tensor: RawTensor, threads: int = 1) -> PackedMatrix:
 
 def _repack_floats(tensor: RawTensor, n: int, k: int, threads: int) -> PackedMatrix:
     source = tensor.data.view(FLOATS[tensor.ggml_type]).reshape(n, k)
-    words = np.empty((n, k + k % 2), np.float16)
+    words = np.empty((n, k + k % 2), np.uint16 if tensor.ggml_type == "BF16" else np.float16)
     words[:, k:] = 0
+    last = 0x7F80 if tensor.ggml_type == "BF16" else 0x7BFF  # BF16 infinity; 65504
 
     def pack(start: int, stop: int) -> None:
-        values = _widen(source[start:stop])
-        words[start:stop, :k] = values
-        # the source is checked only where the f16 value is 65504 (0x7BFF) or beyond
-        if (words[start:stop].view(np.uint16) & 0x7FFF).max() >= 0x7BFF:
+        words[start:stop, :k] = source[start:stop]
+        # the source is checked only where a value is that large
+        if (words[start:stop].view(np.uint16) & 0x7FFF).max() >= last:
+            values = widen(source[start:stop])
             _check_finite(tensor, values, start * k)
             worst = float(np.abs(values).max())
             if worst > 65504:
                 raise Unsupported(
                     f"tensor {shown(tensor.name)} has a weight of {worst:g}, and f16 ends at 65504",
-                    "Use a quantised file of this model (Q8_0, Q4_0, ...): its scales reach further.",
+                    "Use a quantised file of this model (Q8_0, Q4_0, ...), or make a BF16 one with `llamagpu convert`.",
                 )
 
     _in_batches(pack, n, max(1, BATCH_BYTES // (k * source.itemsize)), threads)
@@ -320,15 +323,9 @@ def to_f32(tensor: RawTensor) -> NDArray[np.float32]:
     """A norm, a bias or RoPE factors as f32 in the tensor's shape, whatever its type."""
     if tensor.ggml_type not in FLOATS:
         return dequantize(repack(tensor)).astype(np.float32).reshape(tensor.shape)
-    values = _widen(tensor.data.view(FLOATS[tensor.ggml_type])).astype(np.float32)
+    values = widen(tensor.data.view(FLOATS[tensor.ggml_type])).astype(np.float32)
     _check_finite(tensor, values)
     return values.reshape(tensor.shape)
-
-
-def _widen(values: NDArray[np.generic]) -> NDArray[np.floating]:
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values  # type: ignore[return-value]
 
 
 def _check_finite(tensor: RawTensor, values: NDArray[np.floating], first: int = 0) -> None:

@@ -54,14 +54,6 @@ class Stored:
         return values.reshape(stop - start, *self.shape[1:])
 
 
-def widen(values: NDArray[Any]) -> NDArray[np.float32]:
-    """F16, BF16 (as u16), F32 or F64 -> f32."""
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    with np.errstate(over="ignore"):  # an f64 too large becomes inf, which is refused later
-        return values.astype(np.float32, copy=False)
-
-
 def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """The arrays by name, and the file's own notes (__metadata__)."""
 

@@ -19,14 +19,15 @@ class Storage(StrEnum):
 
     Q4: [n, k/2] bytes, byte j holds k = 2j in the low nibble and 2j + 1 in the high one. Symmetric: (nibble - 8) *
     scale; with an offset: nibble * scale + offset. Q6: [n, 3k/4] bytes, see `to_q6`. (value - 32) * scale. Q8: [n, k]
-    int8. value * scale (+ offset). F16: [n, k] f16; an odd k is padded by one zero. The texture storages are those of
-    texture_layout.
+    int8. value * scale (+ offset). F16, BF16: [n, k] f16, or the upper halves of f32 as u16; an odd k is padded by one
+    zero. The texture storages are those of texture_layout.
     """
 
     Q4 = "q4"
     Q6 = "q6"
     Q8 = "q8"
     F16 = "f16"
+    BF16 = "bf16"
     TEXTURE_Q4 = "texture_q4"
     TEXTURE_Q8 = "texture_q8"
     TEXTURE_F32 = "texture_f32"
@@ -34,7 +35,12 @@ class Storage(StrEnum):
     @property
     def bits(self) -> int:
         """Of one weight, without its scale."""
-        return {"q4": 4, "q6": 6, "q8": 8, "f16": 16}.get(self.removeprefix("texture_"), 32)
+        return {"q4": 4, "q6": 6, "q8": 8, "f16": 16, "bf16": 16}.get(self.removeprefix("texture_"), 32)
+
+    @property
+    def two_bytes(self) -> bool:
+        """Floats without scales, two in a word."""
+        return self in (Storage.F16, Storage.BF16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class Layout:
     @property
     def row_bytes(self) -> int:
         """Of the words of one row."""
-        if self.storage is Storage.F16:
+        if self.storage.two_bytes:
             return 2 * (self.k + self.k % 2)
         return self.k * self.storage.bits // 8
 
@@ -116,7 +122,7 @@ def dequantize(matrix: PackedMatrix) -> NDArray[np.float64]:
     """[n, k], computed as ggml does: an f32 product, then an f32 sum."""
     layout = matrix.layout
     if matrix.scales is None:
-        return matrix.words[:, : matrix.k].astype(np.float64)
+        return widen(matrix.words[:, : matrix.k]).astype(np.float64)
     scales = expand_scales(matrix).astype(np.float32)
     values = from_q6(matrix).words if layout.storage is Storage.Q6 else matrix.words
     if layout.storage is Storage.Q4:
@@ -125,6 +131,14 @@ def dequantize(matrix: PackedMatrix) -> NDArray[np.float64]:
     if layout.has_offset:
         weights += scales[..., 1:]
     return weights.reshape(matrix.n, matrix.k).astype(np.float64)
+
+
+def widen(values: NDArray[Any]) -> NDArray[np.float32]:
+    """F16, BF16 (as u16), F32 or F64 -> f32."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(over="ignore"):  # an f64 too large becomes inf, which is refused later
+        return values.astype(np.float32, copy=False)
 
 
 # Rows

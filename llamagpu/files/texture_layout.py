@@ -12,6 +12,7 @@ from llamagpu.files.storage import (
     expand_scales,
     from_q6,
     slice_rows,
+    widen,
 )
 
 BLOCK_WEIGHTS = 1 << 20
@@ -19,7 +20,7 @@ BLOCK_WEIGHTS = 1 << 20
 
 def texture_layout(layout: Layout) -> Layout:
     """The layout that `to_texture` gives. Scales become f32, in the same texture as the words."""
-    if layout.storage is Storage.F16:
+    if layout.storage.two_bytes:
         return Layout(Storage.TEXTURE_F32, layout.k, layout.group)
     storage = Storage.TEXTURE_Q4 if layout.storage is Storage.Q4 else Storage.TEXTURE_Q8
     return Layout(storage, layout.k, layout.group, has_offset=True, scale_bits=32)
@@ -39,13 +40,13 @@ def to_texture(matrix: PackedMatrix) -> NDArray[np.uint32]:
 def _block(matrix: PackedMatrix) -> NDArray[np.uint32]:
     """Every storage becomes value * scale + offset with an unsigned value and f32 scales.
 
-    The scales follow each group's words. f16 becomes f32, padded with 0 to a multiple of TEXTURE_STRIDE.
+    The scales follow each group's words. f16 and BF16 become f32, padded with 0 to a multiple of TEXTURE_STRIDE.
     """
     layout, k, n = matrix.layout, matrix.k, -(-matrix.n // TEXTURE_ROWS)
     words = _pad_rows(matrix.words)
     if matrix.scales is None:
         values = np.zeros((n * TEXTURE_ROWS, -(-k // TEXTURE_STRIDE) * TEXTURE_STRIDE), np.float32)
-        values[:, :k] = words[:, :k]
+        values[:, :k] = widen(words[:, :k])
         return values.view(np.uint32).reshape(n, TEXTURE_ROWS, -1, 2, 4).swapaxes(1, 2).reshape(n, -1, 4)
     scales = np.zeros((n * TEXTURE_ROWS, k // layout.group, 2), np.float32)
     scales[: matrix.n, :, : layout.scale_width] = expand_scales(matrix)

@@ -33,7 +33,7 @@ from llamagpu.verify.reference import (
 )
 
 EXPERTS, USED = 6, 3
-WEIGHT, RAGGED = Weight(Storage.Q4, 64, 160), Weight(Storage.F16, 9, 33)  # of one expert
+WEIGHT, RAGGED = Weight(Storage.Q4, 64, 160), Weight(Storage.BF16, 9, 33)  # of one expert
 
 
 def expert_cases(gpu: Gpu) -> Iterator[Case]:

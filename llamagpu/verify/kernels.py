@@ -61,7 +61,7 @@ STORAGES = (
     Weight(Storage.Q6, 71, 2304, 16, scale_bits=8),
     Weight(Storage.Q4, 66, 256, 32, has_offset=True, scale_bits=8),
     Weight(Storage.Q4, 9, 36, 12, has_offset=True),
-    Weight(Storage.F16, 5, 129),
+    Weight(Storage.BF16, 5, 129),
 )
 LONG = (
     Weight(Storage.Q4, 31, 8448, 32, has_offset=True, scale_bits=8),
@@ -114,7 +114,7 @@ def linear_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
 
 def linear_case(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode, m: int) -> Case:
     shape = f"{weight.name}, {mode_name(mode)}, m {m}{tuning(route)}"
-    rounds = route.kernel == "linear_gemm_int8" and weight.storage is Storage.F16
+    rounds = route.kernel == "linear_gemm_int8" and weight.storage.two_bytes
     bound = ROUNDED_WEIGHTS if rounds else mode_bound(mode)
     return Case(route.kernel, shape, partial(linear, gpu, route, weight, mode, m), bound)
 

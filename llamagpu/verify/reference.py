@@ -66,14 +66,14 @@ class Weight:
     storage: Storage
     n: int
     k: int
-    group: int = 32  # unused for f16
+    group: int = 32  # unused for floats
     has_offset: bool = False
     scale_bits: int = 16  # or 32; or 8: super-blocks, as K-quants have them
 
     @property
     def name(self) -> str:
-        if self.storage is Storage.F16:
-            return f"f16 {self.n}x{self.k}"
+        if self.storage.two_bytes:
+            return f"{self.storage} {self.n}x{self.k}"
         scales = {8: " super-blocks", 16: "", 32: " f32 scales"}[self.scale_bits]
         return f"{self.storage}/{self.group}{'+' * self.has_offset}{scales} {self.n}x{self.k}"
 
@@ -84,16 +84,19 @@ class Weight:
         prologue: Prologue = Prologue.NONE,
         epilogue: Epilogue = Epilogue.STORE,
     ) -> Linear:
-        group = self.k if self.storage is Storage.F16 else self.group
+        group = self.k if self.storage.two_bytes else self.group
         return Linear(m, self.n, self.k, group, self.storage, inputs, prologue, epilogue)
 
     def packed(self) -> PackedMatrix:
         """The layout of `repack`, which stores 6-bit weights as int8."""
         rng, n, k = random(self.name), self.n, self.k
-        if self.storage is Storage.F16:
-            values = np.zeros((n, k + k % 2), np.float16)
+        if self.storage.two_bytes:
+            values = np.zeros((n, k + k % 2), np.float32)
             values[:, :k] = 0.05 * rng.standard_normal((n, k), np.float32)
-            return PackedMatrix(Layout(Storage.F16, k, k), values)
+            if self.storage is Storage.F16:
+                return PackedMatrix(Layout(self.storage, k, k), values.astype(np.float16))
+            beyond_f16 = (2.0**21 * values).view(np.uint16)[:, 1::2]
+            return PackedMatrix(Layout(self.storage, k, k), np.ascontiguousarray(beyond_f16))
         storage = Storage.Q4 if self.storage is Storage.Q4 else Storage.Q8
         layout = Layout(storage, k, self.group, self.has_offset, self.scale_bits)
         words: Array
