@@ -262,7 +262,34 @@ MODELS: dict[str, Tiny] = {
             },
         },
     ),
-    "gpt-oss": Tiny("gpt-oss", GPT_OSS, tied=False),
+    "gpt-oss": Tiny(
+        "gpt-oss",
+        GPT_OSS,
+        tied=False,
+        ffn=96,
+        hf={
+            "model_type": "gpt_oss",
+            "attention_bias": True,
+            "experts_per_token": 3,
+            "hidden_act": "silu",
+            "initial_context_length": 16,
+            "intermediate_size": 96,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_experts_per_tok": 3,
+            "num_local_experts": 6,
+            "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "sliding_window": 7,
+            "swiglu_limit": 7.0,
+        },
+    ),
     "gpt-oss, ragged": Tiny("gpt-oss", GPT_OSS | {"expert_feed_forward_length": 100}, **RAGGED),
     "gemma2, ragged": Tiny("gemma2", {"attention.sliding_window": 7}, **RAGGED | {"tied": True}),
 }
@@ -403,6 +430,7 @@ HF_NAMES = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
+    "attn_sinks": "self_attn.sinks",
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -419,6 +447,7 @@ def hf_name(name: str, record: Architecture) -> str:
     _, layer, part = name.split(".")
     second = "pre_feedforward_layernorm" if record.norms_after else "post_attention_layernorm"
     own = {"ffn_norm": second, "ffn_up": "mlp.gate_up_proj" if record.fused_tensors else "mlp.up_proj"}
+    own |= {"ffn_gate_inp": "mlp.router"} if record.sinks else {}
     return f"model.layers.{layer}.{(HF_NAMES | own)[part]}"
 
 
@@ -427,19 +456,42 @@ def hf_weights(file: GgufFile, config: ModelConfig) -> dict[str, np.ndarray]:
     record, found = ARCHITECTURES[config.arch], {}
     heads = {"attn_q": config.heads, "attn_k": config.kv_heads}
     for name, tensor in file.tensors.items():
-        base, part = name.removesuffix(".weight"), name.split(".")[-2]
-        values = tensor.data.view(np.float32).reshape(tensor.shape).copy()
+        (base, _, suffix), part = name.rpartition("."), name.split(".")[-2]
+        values = to_f32(tensor)
         if part in heads and not record.neox:
             values[rope_rows(heads[part], config.head_dim, config.rope_dims)] = values.copy()
         if part.endswith("norm"):
             values -= record.norm_shift
+        if config.biases and part.endswith("_exps"):
+            continue  # see mxfp4_arrays
         if values.ndim == 3:
             layer = base.split(".")[1]
             for i, expert in enumerate(values):
                 found[f"model.layers.{layer}.mlp.experts.{i}.{part.split('_')[1]}_proj.weight"] = expert
         elif name not in FREQ_FACTORS:
-            found[f"{hf_name(base, record)}.weight"] = values
+            found[f"{hf_name(base, record)}.{suffix}".replace("sinks.weight", "sinks")] = values
+    if config.biases:
+        return found | mxfp4_arrays(file, config)
     return found if record.name != "granitemoe" else in_one_array(found, config)
+
+
+def mxfp4_arrays(file: GgufFile, config: ModelConfig) -> dict[str, np.ndarray]:
+    """The arrays of gpt-oss' experts: neighbours share a byte, and the rows of gate and up alternate."""
+    found: dict[str, np.ndarray] = {}
+    for i in range(config.layers):
+        each: dict[tuple[str, str], np.ndarray] = {}
+        for part in ("gate", "up", "down"):
+            weight, bias = (file.tensors[f"blk.{i}.ffn_{part}_exps.{suffix}"] for suffix in ("weight", "bias"))
+            blocks = weight.data.reshape(*bias.shape, -1, 17)
+            nibbles = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)
+            each[part, "blocks"] = nibbles[..., ::2] | nibbles[..., 1::2] << 4
+            each[part, "scales"], each[part, "bias"] = blocks[..., 0], to_f32(bias)
+        for kind in ("blocks", "scales", "bias"):
+            gate, up = each["gate", kind], each["up", kind]
+            layer = f"model.layers.{i}.mlp.experts"
+            found[f"{layer}.gate_up_proj_{kind}"] = np.stack([gate, up], axis=2).reshape(len(gate), -1, *gate.shape[2:])
+            found[f"{layer}.down_proj_{kind}"] = each["down", kind]
+    return found
 
 
 def in_one_array(tensors: dict[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
@@ -461,7 +513,7 @@ def in_one_array(tensors: dict[str, np.ndarray], config: ModelConfig) -> dict[st
 @pytest.mark.parametrize("name", [name for name, tiny in MODELS.items() if tiny.hf])
 def test_convert(tmp_path: Path, name: str) -> None:
     """From a folder with the keys of the real config.json comes the same model."""
-    original = GgufFile(MODELS[name].write(tmp_path / "m.gguf"))
+    original = GgufFile(MODELS[name].write(tmp_path / "m.gguf", "MXFP4" if name == "gpt-oss" else "F32"))
     config = ModelConfig.from_gguf(original.metadata, original.tensors)
     folder = hf_folder(tmp_path / "tiny", MODELS[name].hf_config(), hf_weights(original, config))
     source, out = open_source(str(folder)), tmp_path / "out.gguf"

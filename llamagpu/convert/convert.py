@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 TARGETS = {"q4_0": "Q4_0", "q4_1": "Q4_1", "q8_0": "Q8_0", "f16": "F16", "bf16": "BF16"}
 OUTPUTS = {"q8_0": "Q8_0", "q6_k": "Q6_K", "f16": "F16"}
 FILE_TYPES = {
+    "MXFP4": LlamaFileType.MOSTLY_MXFP4_MOE,
     "F16": LlamaFileType.MOSTLY_F16,
     "BF16": LlamaFileType.MOSTLY_BF16,
     "Q4_0": LlamaFileType.MOSTLY_Q4_0,
@@ -156,7 +157,7 @@ def tensor_type(tensor: Tensor, main: str, output: str, keep_raw: bool) -> str:
     if len(tensor.shape) == 1 or tensor.name.endswith((ROUTER, ".bias")):
         return "F32"
     raw = tensor.ggml_type
-    if keep_raw and raw not in FLOATS:
+    if raw == "MXFP4" or (keep_raw and raw not in FLOATS):  # no other type of as few bits holds MXFP4
         return raw
     if tensor.name in OUTPUT_TENSORS and main not in MANY_BITS:
         if raw not in FLOATS:

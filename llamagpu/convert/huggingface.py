@@ -15,7 +15,7 @@ from gguf import MODEL_ARCH_NAMES, Keys, TensorNameMap, get_tensor_name_map
 from numpy.typing import NDArray
 
 from llamagpu.convert.awq_gptq import QuantisationConfig, QuantisedMatrix
-from llamagpu.convert.source import Rows, Source, Tensor, expert_tensor, float_tensor
+from llamagpu.convert.source import Rows, Source, Tensor, alternate_tensor, expert_tensor, float_tensor, mxfp4_tensor
 from llamagpu.convert.vocab import read_json, vocabulary
 from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files.architectures import REMEDY_ARCHITECTURE, Activation, Architecture, Experts, from_hf_type
@@ -28,16 +28,22 @@ from llamagpu.files.storage import rope_rows
 # names of other libraries, whose q and k have another row order, and of parts that are not supported.
 HF_NAME = re.compile(
     r"(?:model\.(?:embed_tokens|norm)|lm_head|"
-    r"model\.layers\.(0|[1-9][0-9]*)\.(?:self_attn\.\w+_(?:proj|norm)|mlp\.\w+_proj|\w+_layernorm))"
+    r"model\.layers\.(0|[1-9][0-9]*)\.(?:self_attn\.(?:\w+_(?:proj|norm)|sinks)|mlp\.\w+_proj|\w+_layernorm))"
 )
-ROUTER_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]*)\.(?:mlp\.gate|block_sparse_moe\.router\.layer)")
+ROUTER_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]*)\.(?:mlp\.(?:gate|router)|block_sparse_moe\.router\.layer)")
 # The matrices of experts are arrays of their own, or one array for all, in which gate and up are halves of the input.
 EXPERT_NAME = re.compile(r"model\.layers\.([0-9]+)\.mlp\.experts\.([0-9]+)\.(gate|up|down)_proj\.weight")
 EXPERTS_NAME = re.compile(r"model\.layers\.([0-9]+)\.block_sparse_moe\.(input|output)_linear\.weight")
+# Those of gpt-oss are MXFP4; the rows of gate and up alternate.
+MXFP4_NAME = re.compile(r"model\.layers\.([0-9]+)\.mlp\.experts\.(gate_up|down)_proj_(blocks|scales|bias)")
 # Tensors of a model of images and text that are not the text model's.
 NOT_TEXT = re.compile(r"(?:model\.)?(?:vision_\w+|multi_modal_projector|mm_\w+)\.")
 LONGROPE = ("longrope", "su")
-ACTIVATIONS = {Activation.SILU: ("silu", "swish"), Activation.GELU: ("gelu_pytorch_tanh",)}
+ACTIVATIONS = {
+    Activation.SILU: ("silu", "swish"),
+    Activation.GELU: ("gelu_pytorch_tanh",),
+    Activation.SWIGLU_OAI: ("silu",),
+}
 # Fields of config.json as metadata
 SCALES = {
     "embedding_multiplier": Keys.LLM.EMBEDDING_SCALE,
@@ -49,7 +55,6 @@ EXPERTS = {
     "num_experts": Keys.LLM.EXPERT_COUNT,
     "num_local_experts": Keys.LLM.EXPERT_COUNT,
     "num_experts_per_tok": Keys.LLM.EXPERT_USED_COUNT,
-    "moe_intermediate_size": Keys.LLM.EXPERT_FEED_FORWARD_LENGTH,
 }
 SOFT_CAPS = {
     "attn_logit_softcapping": Keys.LLM.ATTN_LOGIT_SOFTCAPPING,
@@ -142,6 +147,8 @@ def check_experts(config: dict[str, Any], record: Architecture) -> None:
         )
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise Unsupported("layers without experts beside layers with experts are not supported", REMEDY_ARCHITECTURE)
+    if record.activation is Activation.SWIGLU_OAI and config.get("swiglu_limit", 7.0) != 7.0:
+        raise Unsupported("other bounds of SwiGLU than 7 are not supported", REMEDY_ARCHITECTURE)
     if config.get("clip_qkv"):
         raise Unsupported("bounds of queries, keys and values are not supported", REMEDY_ARCHITECTURE)
 
@@ -183,6 +190,8 @@ def read_metadata(config: dict[str, Any], record: Architecture, name: str) -> di
             keys[Keys.Attention.SLIDING_WINDOW_PATTERN] = np.array([kind == "sliding_attention" for kind in kinds])
     if record.experts is not Experts.NONE:
         keys |= {template: integer(field) for field, template in EXPERTS.items() if config.get(field)}
+        width = integer("moe_intermediate_size", integer("intermediate_size"))
+        keys[Keys.LLM.EXPERT_FEED_FORWARD_LENGTH] = width
     fields = (SCALES if record.scales else {}) | (SOFT_CAPS if record.attn_soft_cap or record.logit_soft_cap else {})
     keys |= {template: real(config, field) for field, template in fields.items() if config.get(field)}
     return {metadata_key(template, record): value for template, value in keys.items()}
@@ -291,7 +300,9 @@ def name_tensors(
     stored: dict[str, Stored], config: dict[str, Any], record: Architecture, metadata: dict[str, Any]
 ) -> dict[str, Tensor]:
     settings = config.get("quantization_config")
-    quantisation = QuantisationConfig.read(settings) if isinstance(settings, dict) else None
+    quantisation = None
+    if isinstance(settings, dict) and settings.get("quant_method") != "mxfp4":  # see expert_tensors
+        quantisation = QuantisationConfig.read(settings)
     tied, names = bool(config.get("tie_word_embeddings")), name_map(record)
     found: dict[str, Tensor] = {}
     if record.experts is not Experts.NONE:
@@ -299,7 +310,8 @@ def name_tensors(
     for name, array in stored.items():
         if DERIVED.search(name) or ("text_config" in config and NOT_TEXT.match(name)):
             continue
-        prefix, _, suffix = name.replace("language_model.", "").rpartition(".")
+        named = f"{name}.weight" if name.endswith(".sinks") else name
+        prefix, _, suffix = named.replace("language_model.", "").rpartition(".")
         prefix = prefix if prefix.startswith(("model.", "lm_head")) else f"model.{prefix}"
         base = gguf_name(names, prefix, record)
         if base == "output" and tied and suffix != "bias":
@@ -339,10 +351,20 @@ def name_map(record: Architecture) -> TensorNameMap:
 
 def expert_tensors(stored: dict[str, Stored]) -> tuple[dict[str, Tensor], dict[str, Stored]]:
     """The matrices of experts by GGUF name, and the arrays that are left."""
+    found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Stored]] = {}
     rest: dict[str, Stored] = {}
     for name, array in stored.items():
-        if match := EXPERT_NAME.fullmatch(name):
+        if match := MXFP4_NAME.fullmatch(name):
+            parts = ("gate", "up") if match[2] == "gate_up" else ("down",)
+            for i, part in enumerate(parts):
+                base = f"blk.{int(match[1])}.ffn_{part}_exps"
+                if match[3] == "blocks":
+                    scales = find(stored, name.removesuffix("blocks") + "scales")
+                    found[f"{base}.weight"] = mxfp4_tensor(f"{base}.weight", array, scales, i, len(parts))
+                elif match[3] == "bias":
+                    found[f"{base}.bias"] = alternate_tensor(f"{base}.bias", array, i, len(parts))
+        elif match := EXPERT_NAME.fullmatch(name):
             experts.setdefault(f"blk.{int(match[1])}.ffn_{match[3]}_exps.weight", {})[int(match[2])] = array
         elif (match := EXPERTS_NAME.fullmatch(name)) and len(array.shape) == 3:
             parts = ("gate", "up") if match[2] == "input" else ("down",)
@@ -354,7 +376,14 @@ def expert_tensors(stored: dict[str, Stored]) -> tuple[dict[str, Tensor], dict[s
     for name, arrays in experts.items():
         if sorted(arrays) != list(range(len(arrays))):
             raise BadFile(f"tensor {name} lacks experts", REMEDY_REFETCH)
-    return {name: expert_tensor(name, [each[i] for i in sorted(each)]) for name, each in experts.items()}, rest
+    found |= {name: expert_tensor(name, [each[i] for i in sorted(each)]) for name, each in experts.items()}
+    return found, rest
+
+
+def find(stored: dict[str, Stored], name: str) -> Stored:
+    if name not in stored:
+        raise BadFile(f"missing tensors: {shown(name)}", REMEDY_REFETCH)
+    return stored[name]
 
 
 def rows_of_expert(array: Stored, expert: int, part: int, parts: int) -> Stored:

@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,31 @@ def expert_tensor(name: str, experts: Sequence[Stored]) -> Tensor:
     return Tensor(name, (len(experts), n, k), size, lambda: read, float_type(experts[0]))
 
 
+def alternate_tensor(name: str, stored: Stored, part: int, parts: int) -> Tensor:
+    """One of `parts` vectors [experts, n] whose values alternate in an array."""
+    check_floats(stored, 2)
+    experts, n = stored.shape
+    rows = lambda start, stop: widen(stored.read(start, stop))[:, part::parts]  # noqa: E731
+    return Tensor(name, (experts, n // parts), stored.nbytes // parts, lambda: rows)
+
+
+def mxfp4_tensor(name: str, nibbles: Stored, scales: Stored, part: int, parts: int) -> Tensor:
+    """One of `parts` matrices of all experts, whose rows alternate in arrays [experts, n, k/32, 16] and [..., k/32]."""
+    if nibbles.dtype != "U8" or scales.dtype != "U8" or nibbles.shape != (*scales.shape, 16) or len(scales.shape) != 3:
+        raise BadFile(f"tensor {shown(nibbles.name)} does not fit its scales", REMEDY_REFETCH)
+    experts, n, groups = scales.shape
+    flat = [replace(stored, shape=(experts * n, *stored.shape[2:])) for stored in (nibbles, scales)]
+
+    def blocks(start: int, stop: int) -> NDArray[np.uint8]:
+        """A byte has two neighbours in the source, and weights j and j + 16 in GGUF."""
+        pairs, exponents = (stored.read(parts * start, parts * stop)[part::parts] for stored in flat)
+        values = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*exponents.shape, 32)
+        found = np.concatenate([exponents[..., None], values[..., :16] | values[..., 16:] << 4], axis=-1)
+        return found.reshape(stop - start, -1)
+
+    return block_tensor(RawTensor(name, "MXFP4", (experts, n // parts, 32 * groups), np.zeros(0, np.uint8)), blocks)
+
+
 def from_gguf(path: Path) -> Source:
     file = GgufFile(path)
     try:
@@ -147,14 +172,18 @@ def from_gguf(path: Path) -> Source:
 def gguf_tensor(raw: RawTensor) -> Tensor:
     if raw.ggml_type not in BLOCKS or len(raw.shape) > 3:
         raise unsupported_type(raw)
-    n = prod(raw.shape[:-1])
-    data = raw.data.reshape(n, -1)
+    data = raw.data.reshape(prod(raw.shape[:-1]), -1)
+    return block_tensor(raw, lambda start, stop: data[start:stop])
+
+
+def block_tensor(raw: RawTensor, blocks: Blocks) -> Tensor:
+    """A tensor whose rows the source has as GGUF blocks; `raw` describes it."""
 
     def rows(start: int, stop: int) -> NDArray[np.float32]:
-        return to_f32(RawTensor(raw.name, raw.ggml_type, (stop - start, raw.shape[-1]), data[start:stop].reshape(-1)))
+        return to_f32(replace(raw, shape=(stop - start, raw.shape[-1]), data=blocks(start, stop).reshape(-1)))
 
-    blocks = lambda start, stop: data[start:stop]  # noqa: E731
-    return Tensor(raw.name, raw.shape, raw.data.size, lambda: rows, raw.ggml_type, blocks)
+    weights, size = BLOCKS[raw.ggml_type]
+    return Tensor(raw.name, raw.shape, prod(raw.shape) // weights * size, lambda: rows, raw.ggml_type, blocks)
 
 
 # llama2.c: seven numbers, then f32 arrays. One array holds a tensor of all layers; q and k have GGUF's row order.

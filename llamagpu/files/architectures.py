@@ -142,7 +142,7 @@ ARCHITECTURES = {
         Architecture(
             "gpt-oss",
             models="gpt-oss",
-            hf_types=(),
+            hf_types=("gpt_oss",),
             neox=True,
             sliding_window=True,
             window_period=2,
