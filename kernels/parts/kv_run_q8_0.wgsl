@@ -79,8 +79,11 @@ fn store_own(row: u32, kv_head: u32, token: u32, lane: u32, stores: bool) {
     if (stores) {
       k_cache[int8_word(row, dim) / 4u] = key.words;
       v_cache[int8_word(row, dim) / 4u] = value.words;
-      let at = scale_word(row, dim);
-      if (lane % 4u == 0u) { k_cache[at / 4u][at % 4u] = key.scales; v_cache[at / 4u][at % 4u] = value.scales; }
+    }
+    for (var w = 0u; w < LANES_PER_POSITION / 4u; w++) {  // one lane stores all scales: words of a vec4 must not come from two
+      let scales = vec2<u32>(subgroupShuffleDown(key.scales, 4u * w), subgroupShuffleDown(value.scales, 4u * w));
+      let at = scale_word(row, dim) + w;
+      if (stores && lane == 0u) { k_cache[at / 4u][at % 4u] = scales.x; v_cache[at / 4u][at % 4u] = scales.y; }
     }
   }
 }

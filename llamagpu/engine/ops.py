@@ -276,6 +276,8 @@ class Ops:
                 names.append("pages")
             elif role is Role.KV_LAYOUT:
                 names.append(f"kv_{kv_type}")
+            elif role is Role.KV_RUN and kv_type is not KvType.Q8_0:
+                names += [f"kv8_{kv_type}", "kv_run_float"]
             elif role in (Role.KV4, Role.KV8, Role.KV_RUN):
                 names += ["kv_q8_0"] * (kv_type is KvType.Q8_0) + [f"{role}_{kv_type}"]
         return tuple(dict.fromkeys(names))
@@ -666,7 +668,7 @@ class Ops:
         if route.kernel == "attend_split":
             subgroups = routes.subgroups_per_head(shape.heads_per_kv, shape.head_dim, shape.bucket, caps)
             settings |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": subgroups}
-            run = constants(f"kv_run_{mode.kv_type}")["RUN"]
+            run = constants("kv_run_q8_0" if mode.kv_type is KvType.Q8_0 else "kv_run_float")["RUN"]
             settings |= routes.position_lanes(shape.head_dim, run, caps)
             settings |= {"PARTIAL": True} if shape.sinks else {}
             if mode.kv_type is KvType.Q8_0:

@@ -1,17 +1,14 @@
-// Role kv_run: the KV cache of a layer as f16, [KV_HEADS, capacity, HEAD_DIM], by runs of 8 dimensions, one 16-byte load, that a lane of
-// attend_split holds: run LANES_PER_POSITION * i + lane of a position is the lane's run i. key_run and value_run load one,
-// dot_run multiplies it with queries, add_run adds it to the lane's sums. Parts: f16.
+// Role kv_run: the KV cache of a layer as f16 or f32, by runs of 8 dimensions that a lane of attend_split holds: run
+// LANES_PER_POSITION * i + lane of a position is the lane's run i. key_run and value_run load one, dot_run multiplies it
+// with queries, add_run adds it to the lane's sums. Parts: kv8_f16 or kv8_f32.
 const HEAD_DIM: u32 = 64u;
 const LANES_PER_POSITION: u32 = 8u;  // lanes that share a position
 const RUN: u32 = 8u;  // dimensions
 const RUNS: u32 = HEAD_DIM / RUN / LANES_PER_POSITION;  // of a lane
 alias LaneDims = array<vec4<f32>, RUNS * RUN / 4u>;
-alias RawRun = vec4<u32>;
-@group(0) @binding(1) var<storage, read> k_cache: array<RawRun>;
-@group(0) @binding(2) var<storage, read> v_cache: array<RawRun>;
-fn key_run(row: u32, run: u32, i: u32, newest: bool) -> RawRun { return k_cache[row * (HEAD_DIM / RUN) + run]; }
-fn value_run(row: u32, run: u32, i: u32, newest: bool) -> RawRun { return v_cache[row * (HEAD_DIM / RUN) + run]; }
-fn widen(w: RawRun) -> mat2x4<f32> { return mat2x4<f32>(vec4<f32>(unpack_f16(w.x), unpack_f16(w.y)), vec4<f32>(unpack_f16(w.z), unpack_f16(w.w))); }
+alias RawRun = Raw8;
+fn key_run(row: u32, run: u32, i: u32, newest: bool) -> RawRun { return key8(row * (HEAD_DIM / RUN) + run); }
+fn value_run(row: u32, run: u32, i: u32, newest: bool) -> RawRun { return value8(row * (HEAD_DIM / RUN) + run); }
 fn dot_run(q: ptr<function, LaneDims>, i: u32, w: RawRun, lane: u32) -> f32 {
   let k = widen(w);
   return dot((*q)[2u * i], k[0]) + dot((*q)[2u * i + 1u], k[1]);
