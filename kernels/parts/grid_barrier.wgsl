@@ -62,3 +62,4 @@ fn wait(index: u32) {
   zero = zero_shared;
 }
 fn opaque_zero() -> u32 { return zero; }
+fn uniform_zero() -> u32 { return layers[0].x >> 31u; }  // is 0 for all invocations, before a wait too; not known to the compiler either

@@ -15,7 +15,7 @@ fn run_prologue(index: u32) {
   if (INPUTS_READY) { return; }
   wait(index);
   let splits = split_count();
-  let octets = OCTETS + select(0u, opaque_zero(), TOKENS > 1u);  // not a constant: unrolled, the loop would be long
+  let octets = OCTETS + select(0u, uniform_zero(), TOKENS > 1u);  // not a constant: unrolled, the loop would be long
   for (var i0 = 0u; i0 < octets; i0 += WORKGROUP) {  // eight values each; the same iterations for all invocations
     let i = min(i0 + index, OCTETS - 1u);
     let first = opaque_zero() + (layer() * HEADS + 8u * i / HEAD_DIM) * splits;

@@ -5,4 +5,5 @@ fn layer() -> u32 { return 0u; }  // index of the layer among those whose buffer
 fn slab_index() -> u32 { return 0u; }  // index of the layer's weights in their slab
 fn wait(index: u32) {}  // waits for the stages before this one
 fn opaque_zero() -> u32 { return 0u; }  // is added to the indices of values that they have stored
+fn uniform_zero() -> u32 { return 0u; }  // keeps the bound of a loop from being a constant
 fn row_index(row: u32) -> u32 { return row; }  // index of a token row of the step

@@ -186,11 +186,10 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     for (var i = index; i < CANDIDATES; i += WORKGROUP) { own_top = max(own_top, candidate_key(i)); }
     let top_key = largest(own_top, index);
     if (index == 0u) { sorted[0] = vec2<u32>(top_key, 0u); }
-    workgroupBarrier();
   } else {
     best_tokens(k, index);
   }
-  let top = value(sorted[0].x);
+  let top = value(workgroupUniformLoad(&sorted[0]).x);
   for (var i = index; i < k && !by_id; i += WORKGROUP) {
     weights[i] = vec2<f32>(exp_weight(sorted[i].x, top, 1.0), exp_weight(sorted[i].x, top, s.temperature));
   }
