@@ -354,6 +354,16 @@ def test_scores_of_all_rows(gpu: Any, expected: Any) -> None:
     assert np.abs(got - want[np.arange(END - PROMPT), ids[PROMPT:]]).max() < 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma2"])
+def test_long_prompt(gpu: Any, tmp_path: Path, name: str) -> None:
+    """In one step, by the attention kernel of many rows."""
+    path, ids = MODELS[name].write(tmp_path / "m.gguf"), token_ids(200)
+    want = LlamaCpp(path, context=256).log_probs(ids, VOCAB)
+    got = log_probs(load_one(gpu, path, context=256, chunk=256).logits_after(ids))
+    assert np.square(got - want).sum() < LARGEST_NMSE[Precision.HIGH] * np.square(want).sum()
+
+
 WHOLE = [name for name in MODELS if "ragged" not in name]  # widths in whole blocks
 
 
@@ -525,7 +535,7 @@ def test_convert(tmp_path: Path, name: str) -> None:
         assert np.allclose(to_f32(tensor), to_f32(original.tensors[name]), rtol=0, atol=1e-6), name
 
 
-@pytest.mark.parametrize("name", mostly_slow(("qwen3", "smollm3", "mistral3", "olmo2", "gemma3"), ("qwen3",)))
+@pytest.mark.parametrize("name", mostly_slow(("qwen3", "smollm3", "mistral3", "olmo2", "gemma2", "gemma3"), ("qwen3",)))
 def test_fused_decode(expected: Any, name: str) -> None:
     """Architectures with stages or variants of their own in the kernel of all layers."""
     fused_gpu, (path, want) = open_gpu(LLAMAGPU_FUSED="1"), expected(name)

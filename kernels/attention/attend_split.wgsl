@@ -15,6 +15,7 @@ const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 64u;
 const WINDOW: u32 = 0u;  // a token sees the last WINDOW positions, its own included; 0: all
 const SCALE: f32 = 1.0;
+const SOFT_CAP: f32 = 0.0;  // scores s become SOFT_CAP tanh(s / SOFT_CAP); 0: they do not
 const SUBGROUP: u32 = 32u;
 const LANES_PER_POSITION: u32 = 8u;  // lanes that share a position
 const POSITIONS_IN_FLIGHT: u32 = 4u;  // positions of a lane whose keys and values are loaded together
@@ -88,6 +89,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     }
     var new_top = top;
     for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) {
+      if (SOFT_CAP > 0.0) { s[t] = SOFT_CAP - 2.0 * SOFT_CAP / (1.0 + exp(2.0 * s[t] / SOFT_CAP)); }
       s[t] = select(-1e30, s[t], p + t * STRIDE < split_end);
       new_top = max(new_top, s[t]);
     }

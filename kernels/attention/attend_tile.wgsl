@@ -7,7 +7,7 @@
 // All arithmetic is f32; attend_int8 is faster where int8 will do. The causal bound is per tile. Writes f32, or int8 blocks
 // with INT8.
 // Needs OWNERS 4 or 8, HEAD_DIM % (8 * OWNERS) == 0, KV_TILE % 8 == 0, PAGE % KV_TILE == 0,
-// HEADS_PER_KV <= 2 * WORKGROUP / OWNERS. Parts: f16, kv8_*, pages, int8_block_*.
+// HEADS_PER_KV <= 2 * WORKGROUP / OWNERS. Parts: f16, kv8_*, pages, int8_block_*, sinks*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -15,6 +15,7 @@ const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 64u;
 const WINDOW: u32 = 0u;  // a token sees the last WINDOW positions, its own included; 0: all
 const SCALE: f32 = 1.0;
+const SOFT_CAP: f32 = 0.0;  // scores s become SOFT_CAP tanh(s / SOFT_CAP); 0: they do not
 const INT8: bool = false;
 const ONE_SEGMENT: bool = false;  // all rows belong to one segment: then nothing is looked up by row (4 % on an H200 with SmolLM2)
 const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // int8 blocks of a token
@@ -22,13 +23,14 @@ const WORKGROUP: u32 = 128u;
 const OWNERS: u32 = 4u;
 const KV_TILE: u32 = 16u;
 const HEADS_PER_KV: u32 = HEADS / KV_HEADS;
+const LOG2_E: f32 = 1.4426950408889634;  // exponentials are taken with exp2, and scores are in its units
 const TOKENS: u32 = 2u * WORKGROUP / OWNERS / HEADS_PER_KV;
 const HEAD_VEC4: u32 = HEAD_DIM / 4u;
 const HEAD_VEC8: u32 = HEAD_DIM / 8u;
 const OWN_VEC4: u32 = 2u * HEAD_VEC8 / OWNERS;  // vec4s of dimensions that an invocation owns, in runs of 8: run own + OWNERS * j
 const LOADS: u32 = (KV_TILE * HEAD_VEC8 + WORKGROUP - 1u) / WORKGROUP;  // runs of 8 dimensions that an invocation stages
 alias Part = array<vec4<f32>, OWN_VEC4>;  // an owner's part of a row
-struct QueryRow { first4: u32, begin: u32, end: u32, live: bool }  // first vec4 in x and y; the positions that it sees; whether it exists
+struct QueryRow { head: u32, first4: u32, begin: u32, end: u32, live: bool }  // first vec4 in x and y; the positions that it sees; whether it exists
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [m, HEADS, HEAD_DIM] f32 or int8 blocks
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;  // q [m, HEADS, HEAD_DIM]
 @group(0) @binding(8) var<uniform> step: Step;
@@ -42,7 +44,7 @@ fn row_of(row: u32, kv_head: u32, token0: u32, segment: vec4<u32>, position: u32
   let head = kv_head * HEADS_PER_KV + min(row / TOKENS, HEADS_PER_KV - 1u);
   let end = position + token + 1u;
   let begin = select(0u, end - min(WINDOW, end), WINDOW > 0u);
-  return QueryRow(((segment.x + min(token, segment.y - 1u)) * HEADS + head) * HEAD_VEC4, begin, end, row < TOKENS * HEADS_PER_KV && token < segment.y);
+  return QueryRow(head, ((segment.x + min(token, segment.y - 1u)) * HEADS + head) * HEAD_VEC4, begin, end, row < TOKENS * HEADS_PER_KV && token < segment.y);
 }
 fn cache_index(first_cell: u32, last: u32, i: u32) -> u32 { return (first_cell + min(i / HEAD_VEC8, last)) * HEAD_VEC8 + i % HEAD_VEC8; }  // last: of the kv tile's positions
 fn score(q: ptr<function, Part>, r: ptr<function, Part>, tile_position: u32, own: u32) -> f32 {
@@ -101,8 +103,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let first_token_end = position + token0 + 1u;  // one past the last position that the tile's first token sees
   let first = select(0u, (first_token_end - min(WINDOW, first_token_end)) / KV_TILE * KV_TILE, WINDOW > 0u);  // a kv tile lies in one page
   let last_tile = (tile_end - 1u) / KV_TILE * KV_TILE;
-  var top = -1e30;
-  var total = 0.0;  // sum of the exponentials that this invocation takes
+  var top = LOG2_E * sink(select(row0.head, row1.head, second));
+  var total = select(SINK_TOTAL, 0.0, upper);  // sum of the exponentials that this invocation takes
   var next_k: array<Raw8, LOADS>;  // prefetch: the kv tile after the one in workgroup memory
   var next_v: array<Raw8, LOADS>;
   for (var i = 0u; i < LOADS; i++) {
@@ -111,10 +113,9 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     next_v[i] = value8(cached);
   }
   var next_cell = base + cell_of(segment.z, min(first + KV_TILE, last_tile));  // looked up a kv tile ahead
-  let scale = SCALE * 1.4426950408889634;  // log2(e): exponentials are taken with exp2
   for (var i = 0u; i < OWN_VEC4; i++) {
-    q0[i] = x[row0.first4 + vec4_of(i, own)] * scale;
-    q1[i] = x[row1.first4 + vec4_of(i, own)] * scale;
+    q0[i] = x[row0.first4 + vec4_of(i, own)] * (SCALE * LOG2_E);
+    q1[i] = x[row1.first4 + vec4_of(i, own)] * (SCALE * LOG2_E);
   }
   for (var p0 = first; p0 < tile_end; p0 += KV_TILE) {
     for (var i = 0u; i < LOADS; i++) {
@@ -142,6 +143,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
       let high = scores(&q0, &q1, 8u * j + 4u, own);
       var sum = select(low, high, upper) + subgroupShuffleXor(select(high, low, upper), 2u);
       if (OWNERS == 8u) { sum += subgroupShuffleXor(sum, 4u); }
+      if (SOFT_CAP > 0.0) { sum = LOG2_E * (SOFT_CAP - 2.0 * SOFT_CAP / (1.0 + exp2(2.0 * sum / SOFT_CAP))); }
       if (edge) {
         let since_begin = vec4<u32>(p0 + 8u * j + 2u * (own & 2u) - begin) + vec4<u32>(0u, 1u, 2u, 3u);  // wraps around before begin
         sum = select(vec4<f32>(-1e30), sum, since_begin < vec4<u32>(seen));

@@ -46,12 +46,10 @@ LITMUS_LAYERS = 32  # grid barriers across which the litmus test passes values
 def can_fuse(config: ModelConfig, caps: Caps, int8: bool) -> bool:
     """Whether the adapter and the shapes allow fused decode; the probe and the weights decide the rest.
 
-    Soft caps and experts have no stage.
+    Experts have no stage.
     """
     c = config
-    return (
-        not c.attn_soft_cap and not c.experts and routes.can_fuse(c.dim, c.ffn_dim, attention_shape(c, 1), int8, caps)
-    )
+    return not c.experts and routes.can_fuse(c.dim, c.ffn_dim, attention_shape(c, 1), int8, caps)
 
 
 def weights_fit(weights: Weights) -> bool:

@@ -132,11 +132,6 @@ class Attention:
     sinks: bool = False  # each head has one score more, without a value
 
     @property
-    def plain_scores(self) -> bool:
-        """Whether the scores have nothing that only the kernels for every shape can do."""
-        return not self.soft_cap and not self.sinks
-
-    @property
     def heads_per_kv(self) -> int:
         return self.heads // self.kv_heads
 
@@ -862,19 +857,19 @@ def split_rows_fit(s: Attention, c: Caps) -> bool:
     always = SPLIT_ROWS if int8_attention(s, c) else SPLIT_ROWS_F32
     few = s.m <= always or s.m * (s.bucket + s.m // 2) <= FEW_SCORES
     few = few and (not s.sinks or s.m <= MAX_SPLITS)  # whose results are merged: there is memory for so many
-    return few and s.head_dim % 64 == 0 and subgroups and not s.soft_cap
+    return few and s.head_dim % 64 == 0 and subgroups
 
 
 def tile_rows_fit(s: Attention, c: Caps) -> bool:
     """Whether attend_tile fits: its workgroups have at least 32 rows, which hold a token of each query head."""
     dims = s.head_dim in range(32, 257, 32) and tile_bytes(s.head_dim) <= c.shared_bytes
     fits = dims and c.subgroup >= tile_owners(s.head_dim) and s.heads_per_kv <= 32
-    return s.m >= TILE_ROWS and fits and s.plain_scores
+    return s.m >= TILE_ROWS and fits
 
 
 def int8_attention(s: Attention, c: Caps, workgroup: int = 128) -> bool:
     """Whether attend_int8 may and can run: workgroups have a row for each query head of a KV head."""
-    heads = s.head_dim in (64, 128) and s.heads_per_kv <= workgroup // 2 and s.plain_scores
+    heads = s.head_dim in (64, 128) and s.heads_per_kv <= workgroup // 2 and not s.soft_cap and not s.sinks
     return s.int8 and s.m > 1 and heads and c.subgroup >= 8 and int8_tile_bytes(s.head_dim, workgroup) <= c.shared_bytes
 
 
@@ -912,7 +907,7 @@ ATTEND: Table[Attention] = (
         tile_rows_fit,
         f"m >= {TILE_ROWS}, head_dim % 32 = 0, <= 256, subgroups of 4 (over 64: of 8), 32 heads to a KV head",
         query_tile_grid,
-        (Role.KV8, Role.PAGES, Role.INT8_BLOCK),
+        (Role.KV8, Role.PAGES, Role.INT8_BLOCK, Role.SINKS),
     ),
     Route(
         "attend",

@@ -266,11 +266,11 @@ def attention_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
                         compare = partial(attend, gpu, route, shape, position, AttentionMode(kv_type))
                         yield Case(route.kernel, name, compare)
     for route in routes.ATTEND:
-        shape = Attention(8, 4, 2, 64, scale=0.125, sinks=True)
+        shape = Attention(33, 4, 2, 64, scale=0.125, sinks=True, soft_cap=0.5)
         for splits in (1, 3) if route.kernel == "attend_split" else (1,):
             if fits(route, shape, gpu.caps):
                 compare = partial(attend, gpu, route, replace(shape, splits=splits), 60, AttentionMode(KvType.F16))
-                yield Case(route.kernel, f"4 heads of 64 with sinks, m 8 at 60, {splits} splits", compare)
+                yield Case(route.kernel, f"4 heads of 64 with sinks and soft caps, m 33, {splits} splits", compare)
     rows = Attention(33, 4, 2, 96)
     yield Case("store_kv", "2 KV heads of 96, m 33 at 65", partial(store_kv, gpu, rows, 65), ROUNDED_Q8_0)
     for route in routes.ATTEND:
@@ -323,7 +323,7 @@ def attend(gpu: Gpu, route: Route[Attention], shape: Attention, position: int, m
         dispatches.append(make.attend_merge(shape, partial_sums, stats, y, mode.int8_out, on_device))
     run(gpu, dispatches, m, position)
     end = position + m
-    want = reference.attention(q, k[:, :end], v[:, :end], position, sinks)
+    want = reference.attention(q, k[:, :end], v[:, :end], position, sinks, shape.soft_cap)
     if mode.int8_out:
         blocks = read_blocks(gpu, y, m, q.size // m // 32)
         return dequantise_blocks(blocks), round_int8(want.reshape(m, -1))

@@ -291,7 +291,7 @@ def swiglu(x: Array) -> Floats:
     return silu(x[:, ::2]) * x[:, 1::2]
 
 
-def attention(q: Array, k: Array, v: Array, position: int, sinks: Array | None = None) -> Floats:
+def attention(q: Array, k: Array, v: Array, position: int, sinks: Array | None = None, soft_cap: float = 0) -> Floats:
     """q [m, heads, d] from `position` on, k and v [kv_heads, n, d] to [m, heads, d]; causal. sinks [heads]."""
     q, k, v = (a.astype(np.float64) for a in (q, k, v))
     heads_per_kv = q.shape[1] // len(k)
@@ -299,7 +299,8 @@ def attention(q: Array, k: Array, v: Array, position: int, sinks: Array | None =
     out = np.empty_like(q)
     for head in range(q.shape[1]):
         kv_head = head // heads_per_kv
-        scores = np.where(hidden, -np.inf, q[:, head] @ k[kv_head].T / np.sqrt(q.shape[2]))
+        scores = q[:, head] @ k[kv_head].T / np.sqrt(q.shape[2])
+        scores = np.where(hidden, -np.inf, soft_cap * np.tanh(scores / soft_cap) if soft_cap else scores)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         total = weights.sum(axis=1, keepdims=True)
         if sinks is not None:
