@@ -513,10 +513,14 @@ F32_TILES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], ...
     ),
     (
         "128 tiles of 32 x 32",
-        lambda s, c: tile_count(s, 32, 32) >= 128,
+        lambda s, c: tile_count(s, 32, 32) >= 128 and c.shared_bytes >= 24576,
         {"TILE_M": 32, "TILE_N": 32, "TILE_K": 16, "WORKGROUP": 256, "SIDE": 4},
     ),
-    ("fewer", lambda s, c: True, {"TILE_M": 32, "TILE_N": 16, "TILE_K": 16, "WORKGROUP": 256, "SIDE": 4}),
+    (
+        "fewer",
+        lambda s, c: c.shared_bytes >= 24576,
+        {"TILE_M": 32, "TILE_N": 16, "TILE_K": 16, "WORKGROUP": 256, "SIDE": 4},
+    ),
 )
 
 
