@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,12 @@ MINISTRAL = {
     },
 }
 MODELS: dict[str, Tiny] = {
+    "mixtral": Tiny(
+        "llama",
+        {"expert_count": 8, "expert_used_count": 2},
+        tied=False,
+        hf={"model_type": "mixtral", "sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
     "qwen3": Tiny("qwen3", hf={"model_type": "qwen3", "use_sliding_window": False, "sliding_window": None}),
     "qwen3, ragged": Tiny("qwen3", **RAGGED),
     "qwen3moe": Tiny(
@@ -296,7 +302,7 @@ MODELS: dict[str, Tiny] = {
 
 
 def test_every_architecture_is_here() -> None:
-    assert {tiny.arch for tiny in MODELS.values()} == ARCHITECTURES.keys() - {"llama", "qwen2"}  # see test_model
+    assert {tiny.arch for tiny in MODELS.values()} == ARCHITECTURES.keys() - {"qwen2"}  # see test_model
 
 
 @pytest.fixture(scope="module")
@@ -482,6 +488,10 @@ def hf_weights(file: GgufFile, config: ModelConfig) -> dict[str, np.ndarray]:
             found[f"{hf_name(base, record)}.{suffix}".replace("sinks.weight", "sinks")] = values
     if config.biases:
         return found | mxfp4_arrays(file, config)
+    if record.name == "llama":
+        parts = {"mlp.gate.": "block_sparse_moe.gate.", "mlp.experts": "block_sparse_moe.experts"}
+        parts |= {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+        return {reduce(lambda each, part: each.replace(*part), parts.items(), n): v for n, v in found.items()}
     return found if record.name != "granitemoe" else in_one_array(found, config)
 
 

@@ -105,7 +105,7 @@ def test_a_missing_key_is_named(key):
 
 def test_other_models_are_unsupported():
     assert "'gemma'" in refusal(Unsupported, arch="gemma")
-    assert "8 experts" in refusal(Unsupported, metadata={"llama.expert_count": 8})
+    assert "8 experts" in refusal(Unsupported, arch="qwen2", metadata={"qwen2.expert_count": 8})
     assert "values of 32" in refusal(Unsupported, metadata={"llama.attention.value_length": 32})
     uneven = {"llama.attention.head_count_kv": np.array([2, 4], np.int32)}
     assert "differs between layers" in refusal(Unsupported, metadata=uneven)

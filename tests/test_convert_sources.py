@@ -199,7 +199,7 @@ def test_incomplete_and_unsupported_folders_are_refused(tmp_path):
     yarn = {"type": "yarn", "factor": 0, "attention_factor": 1.5}
     for changes in ({"model_type": ["llama"]}, {"partial_rotary_factor": "a"}, {"rope_scaling": yarn}):
         assert fails(make(**changes), "config.json").exit_code == 1
-    assert fails(make(model_type="mixtral"), "mixtral").exit_code == 4
+    assert fails(make(model_type="falcon"), "falcon").exit_code == 4
     assert fails(make(model_type=None), "None").exit_code == 4
     assert fails(make(hidden_act="gelu"), "gelu").exit_code == 4
     assert fails(make(partial_rotary_factor=0.5), "a part of each head").exit_code == 4

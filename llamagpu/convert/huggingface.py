@@ -30,9 +30,14 @@ HF_NAME = re.compile(
     r"(?:model\.(?:embed_tokens|norm)|lm_head|"
     r"model\.layers\.(0|[1-9][0-9]*)\.(?:self_attn\.(?:\w+_(?:proj|norm)|sinks)|mlp\.\w+_proj|\w+_layernorm))"
 )
-ROUTER_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]*)\.(?:mlp\.(?:gate|router)|block_sparse_moe\.router\.layer)")
+ROUTER_NAME = re.compile(
+    r"model\.layers\.(0|[1-9][0-9]*)\.(?:mlp\.(?:gate|router)|block_sparse_moe\.(?:gate|router\.layer))"
+)
 # The matrices of experts are arrays of their own, or one array for all, in which gate and up are halves of the input.
-EXPERT_NAME = re.compile(r"model\.layers\.([0-9]+)\.mlp\.experts\.([0-9]+)\.(gate|up|down)_proj\.weight")
+EXPERT_NAME = re.compile(
+    r"model\.layers\.([0-9]+)\.(?:mlp|block_sparse_moe)\.experts\.([0-9]+)\.(gate_proj|up_proj|down_proj|w[123])\.weight"
+)
+MIXTRAL = {"w1": "gate", "w2": "down", "w3": "up"}
 EXPERTS_NAME = re.compile(r"model\.layers\.([0-9]+)\.block_sparse_moe\.(input|output)_linear\.weight")
 # Those of gpt-oss are MXFP4; the rows of gate and up alternate.
 MXFP4_NAME = re.compile(r"model\.layers\.([0-9]+)\.mlp\.experts\.(gate_up|down)_proj_(blocks|scales|bias)")
@@ -190,6 +195,7 @@ def read_metadata(config: dict[str, Any], record: Architecture, name: str) -> di
             keys[Keys.Attention.SLIDING_WINDOW_PATTERN] = np.array([kind == "sliding_attention" for kind in kinds])
     if record.experts is not Experts.NONE:
         keys |= {template: integer(field) for field, template in EXPERTS.items() if config.get(field)}
+    if Keys.LLM.EXPERT_COUNT in keys:
         width = integer("moe_intermediate_size", integer("intermediate_size"))
         keys[Keys.LLM.EXPERT_FEED_FORWARD_LENGTH] = width
     fields = (SCALES if record.scales else {}) | (SOFT_CAPS if record.attn_soft_cap or record.logit_soft_cap else {})
@@ -305,7 +311,8 @@ def name_tensors(
         quantisation = QuantisationConfig.read(settings)
     tied, names = bool(config.get("tie_word_embeddings")), name_map(record)
     found: dict[str, Tensor] = {}
-    if record.experts is not Experts.NONE:
+    experts = metadata_key(Keys.LLM.EXPERT_COUNT, record) in metadata
+    if experts:
         found, stored = expert_tensors(stored)
     for name, array in stored.items():
         if DERIVED.search(name) or ("text_config" in config and NOT_TEXT.match(name)):
@@ -313,7 +320,7 @@ def name_tensors(
         named = f"{name}.weight" if name.endswith(".sinks") else name
         prefix, _, suffix = named.replace("language_model.", "").rpartition(".")
         prefix = prefix if prefix.startswith(("model.", "lm_head")) else f"model.{prefix}"
-        base = gguf_name(names, prefix, record)
+        base = gguf_name(names, prefix, experts)
         if base == "output" and tied and suffix != "bias":
             continue
         known = suffix in ("weight", "bias") or (quantisation and suffix in QUANTISED_ARRAYS)
@@ -365,7 +372,8 @@ def expert_tensors(stored: dict[str, Stored]) -> tuple[dict[str, Tensor], dict[s
                 elif match[3] == "bias":
                     found[f"{base}.bias"] = alternate_tensor(f"{base}.bias", array, i, len(parts))
         elif match := EXPERT_NAME.fullmatch(name):
-            experts.setdefault(f"blk.{int(match[1])}.ffn_{match[3]}_exps.weight", {})[int(match[2])] = array
+            part = MIXTRAL.get(match[3], match[3].removesuffix("_proj"))
+            experts.setdefault(f"blk.{int(match[1])}.ffn_{part}_exps.weight", {})[int(match[2])] = array
         elif (match := EXPERTS_NAME.fullmatch(name)) and len(array.shape) == 3:
             parts = ("gate", "up") if match[2] == "input" else ("down",)
             for i, part in enumerate(parts):
@@ -393,9 +401,9 @@ def rows_of_expert(array: Stored, expert: int, part: int, parts: int) -> Stored:
     return replace(array, shape=(n // parts, k), offset=array.offset + (expert * n + part * (n // parts)) * row)
 
 
-def gguf_name(names: TensorNameMap, prefix: str, record: Architecture) -> str | None:
+def gguf_name(names: TensorNameMap, prefix: str, experts: bool) -> str | None:
     """model.layers.3.mlp.up_proj -> blk.3.ffn_up; None for a tensor that GGUF does not have."""
-    if record.experts is not Experts.NONE and (router := ROUTER_NAME.fullmatch(prefix)):
+    if experts and (router := ROUTER_NAME.fullmatch(prefix)):
         return f"blk.{int(router[1])}.ffn_gate_inp"
     match = HF_NAME.fullmatch(prefix)
     if match is None:

@@ -60,6 +60,7 @@ class Architecture:
     activation: Activation = Activation.SILU
     fused_tensors: bool = False  # attn_qkv is q | k | v, ffn_up is gate | up
     experts: Experts = Experts.NONE
+    may_lack_experts: bool = False  # most of its models do
     embedding_root: bool = False  # embeddings are multiplied by the square root of their width
     scales: bool = False  # embedding, residual, attention and logit scale in the metadata
     attn_soft_cap: float = 0.0  # scores s become c tanh(s / c), unless the file has another c; 0: they do not
@@ -84,10 +85,12 @@ ARCHITECTURES = {
     for record in (
         Architecture(
             "llama",
-            models="Llama 1 to 3.2, TinyLlama, Mistral, SmolLM2",
-            hf_types=("llama", "mistral"),
+            models="Llama 1 to 3.2, TinyLlama, Mistral, Mixtral, SmolLM2",
+            hf_types=("llama", "mistral", "mixtral"),
             sliding_window=True,
             rope_freqs=True,
+            experts=Experts.WHOLE,
+            may_lack_experts=True,
         ),
         Architecture("qwen2", models="Qwen2, Qwen2.5", hf_types=("qwen2",), neox=True),
         Architecture("qwen3", models="Qwen3", hf_types=("qwen3",), neox=True, qk_norm=QkNorm.HEAD),

@@ -281,7 +281,7 @@ def _head_dim(keys: _Keys, dim: int, heads: int) -> int:
 def _ffn_dim(keys: _Keys, record: Architecture) -> int:
     """Some files have the width of an expert in a key of its own."""
     ffn_dim = keys.integer("feed_forward_length", 1 << 24)
-    if record.experts is Experts.NONE:
+    if not _experts(keys, record):
         return ffn_dim
     return keys.integer("expert_feed_forward_length", 1 << 24, default=ffn_dim)
 
@@ -291,7 +291,9 @@ def _experts(keys: _Keys, record: Architecture) -> dict[str, Any]:
         return {}
     if keys.integer("expert_shared_feed_forward_length", 1 << 24, default=0, least=0):
         raise Unsupported(f"a {keys.arch} model with a shared expert is not supported", REMEDY_ARCHITECTURE)
-    experts = keys.integer("expert_count", MAX_EXPERTS)
+    experts = keys.integer("expert_count", MAX_EXPERTS, *([0, 0] if record.may_lack_experts else []))
+    if not experts:
+        return {}
     used = keys.integer("expert_used_count", min(experts, MAX_EXPERTS_USED))
     return {"experts": experts, "experts_used": used, "whole_weights": record.experts is Experts.WHOLE}
 
