@@ -57,5 +57,12 @@ class LlamaCpp:
         row[[entry["id"] for entry in found]] = [entry["logprob"] for entry in found]
         return row
 
+    def log_prob(self, ids: list[int], token: int) -> float:
+        """Log probability of a token after these ids. A bias makes it the sampled one; the probability has none."""
+        body = {"prompt": ids, "n_predict": 1, "n_probs": 1, "temperature": 0, "logit_bias": [[token, 1e6]]}
+        (found,) = self.request("/completion", body)["completion_probabilities"]
+        assert found["id"] == token
+        return float(found["logprob"])
+
     def properties(self) -> dict[str, Any]:
         return dict(self.request("/props"))

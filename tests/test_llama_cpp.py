@@ -1,11 +1,15 @@
-"""The default model against llama.cpp itself."""
+"""Real models against llama.cpp itself."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from llama_cpp_peer import LlamaCpp
-from package_data import default_model
+from one_sequence import load_one
+from package_data import default_model, english_text, gemma_3
 
+from llamagpu.convert.convert import convert, open_source, plan
 from llamagpu.engine.sampler import Sampling
 from llamagpu.files.gguf_file import GgufFile
 from llamagpu.files.tokenizer import Tokenizer
@@ -37,3 +41,17 @@ def test_greedy_ids(gpu: Any, peer: LlamaCpp) -> None:
             ids = llama.tokenizer.encode(prompt)
             found = [token.id for token in llama.generate(ids, max_tokens=count, sampling=GREEDY, ignore_eos=True)]
             assert found == peer.greedy(ids, count), llama.tokenizer.decode(found)
+
+
+@pytest.mark.slow
+def test_gemma_3(gpu: Any, tmp_path: Path) -> None:
+    """llama.cpp reads the weights as F16: those of the file itself make it round activations to int8."""
+    tokenizer = Tokenizer.from_gguf(GgufFile(gemma_3()).metadata)
+    ids = tokenizer.encode(english_text()[:8000])[: 64 if gpu.caps.cpu else 512]
+    source, f16 = open_source(str(gemma_3())), tmp_path / "f16.gguf"
+    convert(source, f16, plan(source, "f16"))
+    got = load_one(gpu, gemma_3(), context=512).log_probs(ids)
+    peer = LlamaCpp(f16, context=640)
+    want = np.array([peer.log_prob(ids[:n], ids[n]) for n in range(1, len(ids))])
+    assert np.exp(-got.mean()) == pytest.approx(np.exp(-want.mean()), rel=1e-3)  # the perplexity
+    assert np.abs(got - want).max() < 0.02

@@ -102,10 +102,11 @@ MIXES = {
     "q8_0": QuantMix("Q8_0", "Q8_0", "Q8_0"),
     "mxfp4": QuantMix("Q8_0", "Q8_0", "Q8_0", "MXFP4"),  # as gpt-oss
     "f16": QuantMix("F16", "F16", "F16"),
+    "bf16": QuantMix("BF16", "BF16", "BF16"),
 }
 FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are no whole blocks, as llama-quantize does it
 SMALL_SCALE = 0.004  # keeps activations of random weights finite
-SMALL_F16_WEIGHTS = 0x1C001C00  # two f16 of 0.0039
+SMALL_WEIGHTS = {Storage.F16: 0x1C001C00, Storage.BF16: 0x3B803B80}  # two of 0.0039
 SMALL_SUPER_BLOCK = 0x0D0D0D0D  # about the same scale: f16 of 0.00031 times sub-scales of 13
 
 
@@ -208,7 +209,7 @@ def fill_shard(gpu: Gpu, recorder: Recorder, shard: MatrixShard) -> None:
     if is_texture(shard.words):
         gpu.write_texture(shard.words, random_texture(shard))
         return
-    value = SMALL_F16_WEIGHTS if layout.storage.two_bytes else 0
+    value = SMALL_WEIGHTS.get(layout.storage, 0)
     fill_buffer(gpu, recorder, as_buffer(shard.words), value)
     if shard.scales is not None:
         f16 = int(np.float16(SMALL_SCALE).view(np.uint16))
