@@ -16,7 +16,7 @@ from llamagpu import Grammar, Llama, Sampling
 from llamagpu.engine import scheduler as scheduling
 from llamagpu.engine.fair_lock import FairLock
 from llamagpu.engine.options import Backend
-from llamagpu.engine.scheduler import Request, Scheduler, State
+from llamagpu.engine.scheduler import Flight, Request, Scheduler, State
 from llamagpu.engine.sequence import Sequence
 from llamagpu.errors import BadArgument, DoesNotFit, GrammarFailed, NumericCheckFailed, Overloaded, WrongState
 
@@ -427,3 +427,28 @@ def test_a_prompt_cache_file_in_a_full_cache(path, gpu, tmp_path):
         assert [generation.result().ids for generation in runs] == want
         llama.load_prompt(tmp_path / "prompt")
         assert llama.complete(saved, max_tokens=1).usage.cached_tokens == len(saved) - 1
+
+
+def test_rows_of_requests_that_ended_go_on_in_pages_of_their_own(path, gpu, monkeypatch):
+    """Of a wide flight some end, or go away; nobody else's text changes, and a new one waits until the flight lands."""
+    monkeypatch.setattr(scheduling, "FLIGHT_S", 1e9)
+    monkeypatch.setattr(Flight, "narrow", False)
+    scheduler = Scheduler(load(path, gpu, parallel=10, positions=4096).engine)
+    lengths = [3, 60, 5, 90, 4, 70, 2, 80]
+    texts = [run(scheduler, Request([1, 5 + i], GREEDY, most)) for i, most in enumerate(lengths)]
+    requests = [Request([1, 5 + i], GREEDY, most) for i, most in enumerate(lengths)]
+    for request in requests:
+        scheduler.submit(request)
+    while not scheduler.flight:
+        scheduler.step()
+    late, flight = Request([1, 77], GREEDY, 5), scheduler.flight
+    scheduler.submit(late)
+    while len(requests[1].new) < 30:
+        scheduler.step()
+    scheduler.cancel(requests[5])
+    while len(requests[1].new) < 50:
+        scheduler.step()
+    assert scheduler.flight is flight and len(flight.ended) == 5 and late.state is State.WAITING
+    assert finish(scheduler, requests[3]) == texts[3] and finish(scheduler, late)
+    assert [r.new for r in requests[:5]] == texts[:5] and requests[7].new == texts[7]
+    check_empty(scheduler)

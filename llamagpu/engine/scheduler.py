@@ -32,6 +32,10 @@ from llamagpu.gpu.buffers import AnyBuffer
 from llamagpu.gpu.device import map_device_lost
 from llamagpu.gpu.recorder import Pending, Plan, Step
 
+# How long new requests wait for a flight of MIN_PACED rows or more, so that the prompts of several are computed
+# together: with 64 requests of 65 tokens one ends in every step, and there would be no steps ahead.
+FLIGHT_S = 0.03
+MIN_PACED = 8
 STALL_S = 0.08  # how long prompt rows may keep decoding sequences waiting
 MIN_PROMPT_ROWS = 32  # of a step with decoding rows, however slow the device
 MAX_WAITING = 1024  # requests in the queue, unless told otherwise
@@ -123,8 +127,20 @@ class Flight:
 
     requests: list[Request]
     positions: list[int]  # of each request's next row
-    pending: deque[tuple[Pending, int]] = field(default_factory=deque)
+    pending: deque[tuple[Pending, int]] = field(default_factory=deque)  # and how many steps
     first: bool = True  # the host has written the tokens of the first step
+    ended: list[Request] = field(default_factory=list)  # whose rows go on for nobody, in pages of their own
+    failed: bool = False  # one of them with an error
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether too few of its rows are still for somebody."""
+        return 2 * len(self.ended) > len(self.requests)
+
+    @property
+    def young(self) -> bool:
+        return len(self.requests) >= MIN_PACED and time.perf_counter() - self.began < FLIGHT_S
 
 
 class Scheduler:
@@ -173,7 +189,7 @@ class Scheduler:
                     self.step()
 
     def cancel(self, request: Request) -> None:
-        """End a request. Its pages are given back before the next step: this one may use them."""
+        """End a request. Its pages are given back when no step that may use them is under way."""
         request.cancelled = True
 
     @contextmanager
@@ -218,6 +234,7 @@ class Scheduler:
         self._drop_cancelled()
         self._admit()
         if not self.running:
+            self._land()
             return
         if self._steady():
             self._decode_ahead()
@@ -233,22 +250,26 @@ class Scheduler:
             request.sequence.truncate(sure)
 
     def _steady(self) -> bool:
-        """Whether all running requests decode, need no host between steps, and are those in flight, if any are."""
+        """Whether all running requests decode, need no host between steps, and are in flight, if any are."""
         steady = all(r.state is State.DECODE and not r.steps_alone for r in self.running)
-        return steady and (self.flight is None or self.flight.requests == self.running)
+        if self.flight is None or not steady:
+            return steady
+        return not self.flight.failed and not self.flight.narrow and set(self.running).issubset(self.flight.requests)
 
     def _drop_cancelled(self) -> None:
         for request in [*self.running, *self.waiting]:
             if request.cancelled and request.state is not State.DONE:
-                if self.flight and request in self.flight.requests:
-                    self._land()
                 self._finish(request)
 
     def _finish(self, request: Request, error: BaseException | None = None) -> None:
         request.state, request.error, request.saved = State.DONE, error, None
         if request in self.running:
             self.running.remove(request)
-            self._leave(request)
+            if self.flight and request in self.flight.requests:
+                self.flight.ended.append(request)  # steps ahead still write to its pages
+                self.flight.failed |= error is not None
+            else:
+                self._leave(request)
         with suppress(ValueError):
             self.waiting.remove(request)
 
@@ -262,6 +283,10 @@ class Scheduler:
     # Who runs
 
     def _admit(self) -> None:
+        if self.flight and self.waiting and self.flight.young:
+            return
+        if self.flight and self.waiting and self.flight.ended:
+            self._land()  # the slots of those that ended are free
         while self.waiting and self.slots and self._start(self.waiting[0]):
             request = self.waiting.popleft()
             self.running.append(request)
@@ -275,8 +300,7 @@ class Scheduler:
         begins = request.prompt if request.cache_prompt and request.saved is None else []
         if self.running and not cache.has_room(positions, begins):
             return False  # a full cache is no reason to land
-        if self.flight and self.flight.pending:
-            self._land()
+        self._land()
         sequence.slot = self.slots[-1]
         if request.saved is not None:
             if not cache.reserve(sequence, positions):
@@ -503,11 +527,13 @@ class Scheduler:
         while len(flight.pending) < SUBMISSIONS_IN_FLIGHT and (count := self._ahead(flight)):
             self._submit_ahead(flight, count)
         if not flight.pending:
-            self.flight = None
+            self._land()
             if self._rows_with_room() == self.running:  # else some were paused
                 self._mixed_step()
             return
         self._receive(flight)
+        if not self.running:
+            self._land()
 
     def _configure(self, requests: list[Request]) -> None:
         """Tell the sampling kernels what each wants, once: they keep account of the tokens that they sample."""
@@ -520,9 +546,9 @@ class Scheduler:
 
     def _ahead(self, flight: Flight) -> int:
         """How many more steps may be submitted: pages and the context must hold them, somebody must want them."""
-        submitted = flight.positions[0] - len(flight.requests[0].sequence)
+        submitted = sum(count for _, count in flight.pending)
         context = self.engine.settings.context
-        wanted = max(r.left(context) for r in flight.requests) - submitted
+        wanted = max((r.left(context) for r in self.running), default=0) - submitted
         fitting = min(context - position for position in flight.positions)
         count = min(self.engine.tokens_per_submit, wanted, fitting)
         if count <= 0:
@@ -570,7 +596,9 @@ class Scheduler:
         """Receive everything in flight."""
         while self.flight and self.flight.pending:
             self._receive(self.flight)
-        self.flight = None
+        flight, self.flight = self.flight, None
+        for request in flight.ended if flight else ():
+            self._leave(request)
 
     def _abandon(self) -> None:
         """Drop what is in flight. The requests go on from the tokens that they have."""
@@ -583,6 +611,8 @@ class Scheduler:
         for result, _ in flight.pending:
             with suppress(DeviceLost):
                 result.wait()
+        for request in flight.ended:
+            self._leave(request)
 
     def _repair(self, requests: list[Request], segments: list[Segment]) -> None:
         """A kernel gave wrong numbers: they are computed again, with kernels that do not."""

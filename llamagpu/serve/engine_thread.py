@@ -6,6 +6,7 @@ all generations together.
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -20,6 +21,10 @@ from llamagpu.serve.errors import ApiError
 from llamagpu.serve.metrics import Metrics
 
 log = logging.getLogger("llamagpu.serve")
+# An event costs the event loop about 0.1 ms, in which no other thread runs Python: with many streams the tokens of some
+# steps go together, so that the engine's thread has half of the time.
+EVENT_S = 0.0002
+SWITCH_S = 0.0005  # how long a thread may keep others from running Python; 5 ms are two steps
 T = TypeVar("T")
 
 
@@ -115,12 +120,14 @@ class EngineThread:
         self._posted: deque[Callable[[], None]] = deque()
         self._calls: deque[Callable[[], None]] = deque()  # the engine thread's
         self._jobs: list[Job] = []  # the engine thread's
+        self._handed_over = 0.0  # when, the last time
         self._stopping = self._closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # In the event loop
 
     def start(self) -> None:
+        sys.setswitchinterval(SWITCH_S)
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -274,7 +281,12 @@ class EngineThread:
                 self._end(job, WrongState("the request was cancelled"))
 
     def _hand_over(self) -> None:
-        """Give the event loop what the step has brought."""
+        """Give the event loop what the steps have brought."""
+        assert self.llama is not None
+        now = time.perf_counter()
+        if self.llama.scheduler.running and now - self._handed_over < EVENT_S * len(self._jobs):
+            return
+        self._handed_over = now
         updates = [update for job in self._jobs if (update := self._take(job))]
         for update in updates:
             if update.finish_reason or update.error:
