@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pydantic
 import pytest
-from serving import MODEL, Served, served
+from serving import EXACT, MODEL, Served, served
 
 from llamagpu import Llama
 
@@ -52,7 +52,7 @@ def test_embeddings(client: openai.OpenAI, server: Served, folder: Any, gpu: Any
     texts = ["a cat", "the dog sleeps"]
     found = client.embeddings.create(model=MODEL, input=texts)  # the client asks for base64
     plain = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
-    with Llama(folder / f"{MODEL}.gguf", device=gpu) as llama:
+    with Llama(folder / f"{MODEL}.gguf", device=gpu, **EXACT) as llama:
         expected, last = llama.embed(texts), llama.embed(texts[1], pooling="last")
         ids = llama.encode(texts[0])
     assert [one.index for one in found.data] == [0, 1] and found.usage.prompt_tokens > 2

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 from gguf_builder import overflowing_llama, tiny_llama
-from serving import MODEL, TEMPLATE, served_here
+from serving import EXACT, MODEL, TEMPLATE, served_here
 
 from llamagpu import Llama
 from llamagpu.errors import DeviceLost
@@ -22,7 +22,7 @@ def ask(path: Path, gpu: Any, question: Any, steps: int | None = None) -> Any:
     """What a server answers that loses its device after so many steps."""
 
     def load() -> Llama:
-        llama = Llama(path, device=gpu)
+        llama = Llama(path, device=gpu, **EXACT)
         llama.tokenizer.chat_template = TEMPLATE
         step, left = llama.scheduler.step, steps
 
