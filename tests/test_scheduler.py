@@ -429,7 +429,7 @@ def test_a_prompt_cache_file_in_a_full_cache(path, gpu, tmp_path):
         assert llama.complete(saved, max_tokens=1).usage.cached_tokens == len(saved) - 1
 
 
-def test_rows_of_requests_that_ended_go_on_in_pages_of_their_own(path, gpu, monkeypatch):
+def test_rows_of_ended_requests_stay_in_pages_of_their_own(path, gpu, monkeypatch):
     """Of a wide flight some end, or go away; nobody else's text changes, and a new one waits until the flight lands."""
     monkeypatch.setattr(scheduling, "FLIGHT_S", 1e9)
     monkeypatch.setattr(Flight, "narrow", False)
