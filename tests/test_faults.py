@@ -128,7 +128,7 @@ def test_a_lost_device_ends_every_generation(layer, model):
 @pytest.mark.parametrize(
     ("fault", "code", "cause"),
     [
-        ({"FAULT_CALL": "submit", "FAULT_AT": "10", "FAULT_RESULT": "lost"}, 6, LOST),
+        ({"FAULT_CALL": "submit", "FAULT_AT": "6", "FAULT_RESULT": "lost"}, 6, LOST),
         ({"FAULT_CALL": "allocate", "FAULT_AT": "2", "FAULT_RESULT": "memory"}, 5, "could not allocate"),
     ],
     ids=["lost", "memory"],
