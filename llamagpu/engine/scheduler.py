@@ -2,7 +2,8 @@
 
 A step takes a row of every sequence that decodes, and prompt rows within a budget of time, so that nobody's tokens wait
 for somebody's long prompt. Requests join and leave between steps. While the same ones only decode and the device can
-sample for all of them, steps are submitted ahead, each feeding the next on the device.
+sample for all of them, steps are submitted ahead, each feeding the next on the device: a flight. Rows of requests that
+end in it are computed for nobody, until it lands.
 
 A scheduler belongs to the thread that holds its lock: whoever waits for a token runs steps, for everybody.
 """
