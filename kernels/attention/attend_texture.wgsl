@@ -36,6 +36,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let first_index = workgroup.x * WORKGROUP;  // of the workgroup's tokens and heads
   let index = first_index + lane;
   let position = segment.w;
+  if (first_index / HEADS_PER_KV >= segment.y) { return; }  // each segment's grid has room for all rows of the step
   let last = segment.y - 1u;
   let token = min(index / HEADS_PER_KV, last);  // counted from the segment's first row
   let begin = first_seen(position + token);
