@@ -452,3 +452,48 @@ def test_rows_of_ended_requests_stay_in_pages_of_their_own(path, gpu, monkeypatc
     assert finish(scheduler, requests[3]) == texts[3] and finish(scheduler, late)
     assert [r.new for r in requests[:5]] == texts[:5] and requests[7].new == texts[7]
     check_empty(scheduler)
+
+
+@pytest.mark.parametrize("where", ["_leave", "_receive"])
+def test_interrupted_while_a_flight_lands(path, gpu, monkeypatch, where):
+    """Those that ended in it give slots and pages back all the same."""
+    scheduler = Scheduler(load(path, gpu, parallel=8).engine)
+    requests = [Request([1, 10 + i], GREEDY, 6 if i < 3 else 60) for i in range(8)]
+    for request in requests:
+        scheduler.submit(request)
+    while not (scheduler.flight and len(scheduler.flight.ended) == 3):
+        scheduler.step()
+    real, calls = getattr(scheduler, where), []
+
+    def interrupted(what):
+        calls.append(what)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(what)
+
+    monkeypatch.setattr(scheduler, where, interrupted)
+    monkeypatch.setattr(scheduling, "FLIGHT_S", 0.0)
+    scheduler.submit(Request([1, 99], GREEDY, 2))
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            scheduler.step()
+    for request in requests:
+        finish(scheduler, request)
+    while scheduler.running or scheduler.waiting:
+        scheduler.step()
+    check_empty(scheduler)
+
+
+def test_rows_for_nobody_take_no_prefix(path, gpu, monkeypatch):
+    monkeypatch.setattr(Flight, "narrow", False)
+    scheduler = Scheduler(load(path, gpu, parallel=4, positions=10 * 64).engine)
+    kept = [1, *range(3, 195)]
+    run(scheduler, Request(kept, GREEDY, 1))
+    ends, stays = Request([1, 282], GREEDY, 3), Request([1, 280], GREEDY, 240)
+    for request in (stays, ends):
+        scheduler.submit(request)
+    assert len(finish(scheduler, stays)) == 240
+    again = Request([*kept, 5], GREEDY, 1)
+    run(scheduler, again)
+    assert again.cached == 193
+    check_empty(scheduler)

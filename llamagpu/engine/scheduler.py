@@ -137,7 +137,7 @@ class Flight:
     @property
     def narrow(self) -> bool:
         """Whether too few of its rows are still for somebody."""
-        return 2 * len(self.ended) > len(self.requests)
+        return 2 * len(self.ended) >= len(self.requests)
 
     @property
     def young(self) -> bool:
@@ -275,11 +275,12 @@ class Scheduler:
             self.waiting.remove(request)
 
     def _leave(self, request: Request) -> None:
-        """Give slot and pages back; pages that hold a prefix can be found again."""
+        """Give slot and pages back, once; pages that hold a prefix can be found again."""
         request.configured = None
         self.engine.unchecked.discard(request.sequence)
         self.engine.cache.end(request.sequence)
-        self.slots.append(request.sequence.slot)
+        if request.sequence.slot not in self.slots:
+            self.slots.append(request.sequence.slot)
 
     # Who runs
 
@@ -556,7 +557,10 @@ class Scheduler:
             return 0
         # and one position more: sampling looks up the cell of the next token
         ends = [self._beyond(position + count) for position in flight.positions]
-        pairs = zip(flight.requests, ends, strict=True)
+        pairs = list(zip(flight.requests, ends, strict=True))
+        missing = sum(max(0, -(-end // PAGE) - len(r.sequence.pages)) for r, end in pairs)
+        if flight.ended and missing > len(self.engine.cache.pool.free):
+            return 0  # rows for nobody take no prefix from others
         return count if all(self.engine.cache.reserve(r.sequence, end) for r, end in pairs) else 0
 
     def _submit_ahead(self, flight: Flight, count: int) -> None:
@@ -597,9 +601,10 @@ class Scheduler:
         """Receive everything in flight."""
         while self.flight and self.flight.pending:
             self._receive(self.flight)
-        flight, self.flight = self.flight, None
-        for request in flight.ended if flight else ():
-            self._leave(request)
+        while self.flight and self.flight.ended:  # a Ctrl-C leaves the others where _abandon finds them
+            self._leave(self.flight.ended[-1])
+            self.flight.ended.pop()
+        self.flight = None
 
     def _abandon(self) -> None:
         """Drop what is in flight. The requests go on from the tokens that they have."""
@@ -608,12 +613,14 @@ class Scheduler:
             return
         for request in flight.requests:
             request.configured = None  # the device counts tokens that are dropped
-        self.engine.recorder.drain()
-        for result, _ in flight.pending:
-            with suppress(DeviceLost):
-                result.wait()
-        for request in flight.ended:
-            self._leave(request)
+        try:
+            self.engine.recorder.drain()
+            for result, _ in flight.pending:
+                with suppress(DeviceLost):
+                    result.wait()
+        finally:
+            for request in flight.ended:
+                self._leave(request)
 
     def _repair(self, requests: list[Request], segments: list[Segment]) -> None:
         """A kernel gave wrong numbers: they are computed again, with kernels that do not."""

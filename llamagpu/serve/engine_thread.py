@@ -127,6 +127,7 @@ class EngineThread:
     # In the event loop
 
     def start(self) -> None:
+        self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         self._loop = asyncio.get_running_loop()
         self._thread.start()
@@ -140,6 +141,7 @@ class EngineThread:
     async def stop(self) -> None:
         self.end()
         await asyncio.to_thread(self._thread.join)
+        sys.setswitchinterval(self._switch_s)
 
     def need_ready(self) -> Llama:
         if self.error is not None:
@@ -231,18 +233,26 @@ class EngineThread:
             self._to_loop(self.on_end)
 
     def _work(self) -> None:
-        while not self._stopping:
-            with self._condition:
-                while not (self._posted or self._calls or self._has_work()):
-                    self._condition.wait()
-                posted = list(self._posted)
-                self._posted.clear()
-            for command in posted:
-                command()
-            if self._calls:
-                self._calls.popleft()()
-            if self._has_work():
-                self._step()
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            self._hand_over()
+
+    def _turn(self) -> None:
+        with self._condition:
+            while not (self._posted or self._calls or self._has_work()):
+                self._condition.wait()
+            posted = list(self._posted)
+            self._posted.clear()
+        for command in posted:
+            command()
+        if self._calls:
+            self._hand_over()
+            self._calls.popleft()()
+        if self._has_work():
+            self._step()
+            if self._hands_over():
                 self._hand_over()
 
     def _has_work(self) -> bool:
@@ -259,6 +269,7 @@ class EngineThread:
             raise
         except Exception as error:  # nobody knows whose it is: all that run end with it
             log.exception("a step has failed")
+            self._hand_over()
             for job in list(self._jobs):
                 assert job.run is not None
                 job.run.close()
@@ -280,13 +291,15 @@ class EngineThread:
                 job.run.close()
                 self._end(job, WrongState("the request was cancelled"))
 
+    def _hands_over(self) -> bool:
+        """Whether tokens need not wait for others to go with them."""
+        assert self.llama is not None
+        streams = len(self.llama.scheduler.running)
+        return not streams or time.perf_counter() - self._handed_over >= EVENT_S * streams
+
     def _hand_over(self) -> None:
         """Give the event loop what the steps have brought."""
-        assert self.llama is not None
-        now = time.perf_counter()
-        if self.llama.scheduler.running and now - self._handed_over < EVENT_S * len(self._jobs):
-            return
-        self._handed_over = now
+        self._handed_over = time.perf_counter()
         updates = [update for job in self._jobs if (update := self._take(job))]
         for update in updates:
             if update.finish_reason or update.error:
