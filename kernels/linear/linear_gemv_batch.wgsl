@@ -4,7 +4,7 @@
 // meanwhile. With STAGED, which needs PREFETCH, the tokens' x is read from workgroup memory. TOKEN_TEAMS teams of
 // invocations take the same rows and share the tokens: fewer sums leave registers for more workgroups at a time.
 // Sums have names: an array that a loop indexes may be kept in memory.
-// Needs K % 32 == 0 (q6: 64), GROUP % 32 == 0 or GROUP == 16.
+// Needs K % 32 == 0 (q6: 64), GROUP % 32 == 0 or GROUP == 16, TOKENS / TOKEN_TEAMS 2, 4, 8 or 16.
 // Parts: f16, (scales, planes_*,) inputs_*, dot_*, stage_*, epilogue_*, reduce_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py

@@ -4,12 +4,12 @@
 // a barrier between them.
 // sum_part(v, i, count): parts of sums by token, in place of sum_begin: i numbers the values of all tokens, and a subgroup
 // has values of one token. sum_parts(token, values) is the sum of the token's `values` values, after a barrier.
-// sum_each(v, index): every lane has TOKENS * ROW_PAIRS values; lane i gets the sums of all lanes' values HELD * i and so on,
+// sum_each(v, index): every lane has SUMS values; lane i gets the sums of all lanes' values HELD * i and so on,
 // in the first HELD places of v. LANES may be a part of a subgroup there.
 const LANES: u32 = 64u;     // a multiple of SUBGROUP (for sum_each a part of it too), divides WORKGROUP
 const WORKGROUP: u32 = 64u;
 const SUBGROUP: u32 = 32u;  // lanes of a subgroup, as probed
-const TOKENS: u32 = 1u;     // TOKENS * ROW_PAIRS: a power of two, 32 at most, divides SUBGROUP where LANES is not less
+const TOKENS: u32 = 1u;     // SUMS: a power of two, 32 at most, divides SUBGROUP where LANES is not less
 const ROW_PAIRS: u32 = 1u;
 const TOKEN_TEAMS: u32 = 1u;
 const SUMS: u32 = TOKENS / TOKEN_TEAMS * ROW_PAIRS;

@@ -472,8 +472,7 @@ class Ops:
     def group_experts(self, choices: Choices, m: int) -> Dispatch:
         """The choices of m tokens, grouped by expert."""
         tiles = routes.expert_tiles(m, choices.used, choices.experts)
-        tokens = constants("linear_tile_experts")["TOKENS"]
-        consts: Consts = choices.consts | {"TILES": tiles, "TOKENS": tokens}
+        consts: Consts = choices.consts | {"TILES": tiles, "TOKENS": routes.EXPERT_TOKENS}
         bindings = {"x": choices.chosen, "y": choices.groups}
         return self._experts(routes.GROUP_EXPERTS, bindings, choices.used, m, consts)
 

@@ -245,9 +245,12 @@ def workgroup_per_pair_grid(s: Linear, c: Consts, caps: Caps, rows: int, positio
     return x, y, rows
 
 
+EXPERT_TOKENS = constants("linear_tile_experts")["TOKENS"]  # choices of a tile
+
+
 def expert_tiles(m: int, used: int, experts: int) -> int:
     """The most tiles of the choices of m tokens: each expert may leave one that is not full."""
-    return m * used // constants("linear_tile_experts")["TOKENS"] + min(experts, m * used)
+    return m * used // EXPERT_TOKENS + min(experts, m * used)
 
 
 def choices_grid(s: ExpertLinear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
@@ -500,25 +503,26 @@ def int8_tile_fits(s: Linear, rows: int, splits: int) -> bool:
 
 # Tiles of linear_gemm: token rows, matrix rows, k of a split-K team. As above, a smaller one is more work: on an H200
 # (2026-11-16) 38, 33, 18 and 13 TFLOP/s where they run, the next larger one 31, 12 and 7 there.
+F32_TILE_BYTES = 24576  # of workgroup memory, but for the tiles of 64 x 64
 F32_TILES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], ...] = (
     (
         "256 tiles of 128 x 64",
-        lambda s, c: tile_count(s, 128, 64) >= 256 and s.m > 64 and c.shared_bytes >= 24576,
+        lambda s, c: tile_count(s, 128, 64) >= 256 and s.m > 64 and c.shared_bytes >= F32_TILE_BYTES,
         {"TILE_M": 128, "TILE_N": 64, "TILE_K": 32, "WORKGROUP": 128, "SIDE": 8},
     ),
     (
         "192 tiles of 64 x 64, or less than 24 KiB of workgroup memory",
-        lambda s, c: (tile_count(s, 64, 64) >= 192 and s.m > 32) or c.shared_bytes < 24576,
+        lambda s, c: (tile_count(s, 64, 64) >= 192 and s.m > 32) or c.shared_bytes < F32_TILE_BYTES,
         {"TILE_M": 64, "TILE_N": 64, "TILE_K": 16, "WORKGROUP": 128, "SIDE": 8},
     ),
     (
         "128 tiles of 32 x 32",
-        lambda s, c: tile_count(s, 32, 32) >= 128 and c.shared_bytes >= 24576,
+        lambda s, c: tile_count(s, 32, 32) >= 128 and c.shared_bytes >= F32_TILE_BYTES,
         {"TILE_M": 32, "TILE_N": 32, "TILE_K": 16, "WORKGROUP": 256, "SIDE": 4},
     ),
     (
         "fewer",
-        lambda s, c: c.shared_bytes >= 24576,
+        lambda s, c: c.shared_bytes >= F32_TILE_BYTES,
         {"TILE_M": 32, "TILE_N": 16, "TILE_K": 16, "WORKGROUP": 256, "SIDE": 4},
     ),
 )
@@ -645,7 +649,7 @@ EXPERT_LINEAR: Table[ExpertLinear] = (
         f"m >= {GROUPED_EXPERTS}, k % 32 = 0, group % 32 = 0 or 16",
         expert_tiles_grid,
         EXPERT_PARTS,
-        {"WORKGROUP": 256, "LANES": 32, "TOKENS": 8},
+        {"WORKGROUP": 256, "LANES": 32, "TOKENS": EXPERT_TOKENS},
     ),
     *(_expert_gemv_route(*shape) for shape in EXPERT_GEMV_SHAPES),
     Route(
