@@ -69,6 +69,7 @@ class ComposingGpu(DryGpu):
     def __init__(self, caps: Caps) -> None:
         self.caps = caps
         self.info = {
+            "library": "wgpu",
             "device": "composed",
             "adapter_type": "DiscreteGPU",
             "backend_type": "none",

@@ -650,15 +650,32 @@ def test_a_cache_that_cannot_be_written(compared, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "info, coherent, wanted",
     [
-        (dict(backend_type="Vulkan", adapter_type="DiscreteGPU", vendor_id=0x10DE), False, (True, False)),
-        (dict(backend_type="Vulkan", adapter_type="IntegratedGPU", vendor_id=0x8086), True, (True, True)),
-        (dict(backend_type="Vulkan", adapter_type="IntegratedGPU", vendor_id=0x8086), False, (False, True)),
-        (dict(backend_type="Metal", adapter_type="IntegratedGPU", vendor_id=0), True, (False, True)),
-        (dict(backend_type="Vulkan", adapter_type="CPU", vendor_id=0x10005), True, (False, True)),
+        (
+            dict(library="wgpu", backend_type="Vulkan", adapter_type="DiscreteGPU", vendor_id=0x10DE),
+            False,
+            (True, False),
+        ),
+        (
+            dict(library="dawn", backend_type="Vulkan", adapter_type="DiscreteGPU", vendor_id=0x10DE),
+            False,
+            (True, True),
+        ),
+        (
+            dict(library="wgpu", backend_type="Vulkan", adapter_type="IntegratedGPU", vendor_id=0x8086),
+            True,
+            (True, True),
+        ),
+        (
+            dict(library="wgpu", backend_type="Vulkan", adapter_type="IntegratedGPU", vendor_id=0x8086),
+            False,
+            (False, True),
+        ),
+        (dict(library="wgpu", backend_type="Metal", adapter_type="IntegratedGPU", vendor_id=0), True, (False, True)),
+        (dict(library="wgpu", backend_type="Vulkan", adapter_type="CPU", vendor_id=0x10005), True, (False, True)),
     ],
 )
 def test_where_layers_are_fused(monkeypatch, info, coherent, wanted):
-    """Measured on NVIDIA's Vulkan driver; compared on other GPUs with coherent buffers; by hand anywhere."""
+    """Measured on NVIDIA's Vulkan driver with wgpu; compared with Dawn and where buffers are coherent; by hand anywhere."""
     monkeypatch.delenv("LLAMAGPU_FUSED", raising=False)
     allowed, compared = wanted
     assert grid_barrier_allowed(info, coherent) == allowed

@@ -18,7 +18,6 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
-import wgpu
 
 from llamagpu import __version__
 from llamagpu.bench.cases import BenchCase, positions
@@ -339,8 +338,8 @@ def case_facts(facts: ModelFacts, engine: Engine, case: BenchCase) -> Row:
         "tensor_split": "0.00", "tensor_buft_overrides": "none", "load_mode": "mmap", "embeddings": False,
         "no_op_offload": 0, "no_host": False, "fit_target": 0, "fit_min_ctx": 0, "n_prompt": case.n_prompt,
         "n_gen": case.n_gen, "n_depth": case.n_depth, "gpu_bytes_peak": gpu.peak_bytes, "adapter": gpu.name,
-        "driver": gpu.info["description"], "wgpu_version": wgpu.__version__, "kernel_set": kernel_set(),
-        "precision": str(engine.model.precision),
+        "driver": gpu.info["description"], "backend": gpu.info["library"], "wgpu_version": gpu.info["version"],
+        "kernel_set": kernel_set(), "precision": str(engine.model.precision),
     }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from llamagpu.cli.terminal import Interrupted, Usage, log, on_terminal, read_tex
 from llamagpu.engine.options import EngineOptions
 from llamagpu.errors import LlamaGpuError
 from llamagpu.files import chat_template
+from llamagpu.gpu.caps import Library
 from llamagpu.hub.catalogue import DEFAULT
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def batch(
     cache_type: o.CacheOption = None,
     precision: o.PrecisionOption = None,
     device: o.DeviceOption = None,
+    backend: o.BackendOption = Library.AUTO,
     offline: o.OfflineOption = False,
     quiet: o.QuietOption = False,
     verbose: o.VerboseOption = False,

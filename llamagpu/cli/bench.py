@@ -18,6 +18,7 @@ from llamagpu.cli.terminal import Usage, interruptible, log, progress_line, stat
 from llamagpu.cli.usage import BenchGroup
 from llamagpu.engine.options import KvType
 from llamagpu.errors import LlamaGpuError
+from llamagpu.gpu.caps import Library
 from llamagpu.hub.catalogue import DEFAULT
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def bench(
     flash_attn: Annotated[str, typer.Option("-fa", "--flash-attn", help="Ignored: flash attention is always on.")] = "",
     precision: o.PrecisionOption = None,
     device: o.DeviceOption = None,
+    backend: o.BackendOption = Library.AUTO,
     list_devices: Annotated[bool, typer.Option("--list-devices", help="Print the adapters and end.")] = False,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Repetitions of each case.")] = 5,
     delay: Annotated[
@@ -268,6 +270,7 @@ def kernels(
     ] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="Output format: md, json or jsonl.")] = "md",
     device: o.DeviceOption = None,
+    backend: o.BackendOption = Library.AUTO,
     quiet: o.QuietOption = False,
     debug: o.DebugOption = False,
 ) -> None:

@@ -8,6 +8,7 @@ import typer
 from llamagpu.cli import options as o
 from llamagpu.cli.bench import SYNTHETIC_HELP, Names, choice, sources
 from llamagpu.cli.terminal import interruptible, log, progress_line, status_line, write
+from llamagpu.gpu.caps import Library
 
 if TYPE_CHECKING:
     from llamagpu.bench.report import Row
@@ -26,6 +27,7 @@ def steps(
     depth: Annotated[int, typer.Option("-d", "--n-depth", min=0, help="Tokens in the KV cache before each step.")] = 0,
     precision: o.PrecisionOption = None,
     device: o.DeviceOption = None,
+    backend: o.BackendOption = Library.AUTO,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Sweeps over all rows.")] = 3,
     output: Annotated[str, typer.Option("-o", "--output", help="Output format: csv, json, jsonl or md.")] = "md",
     plot: Annotated[

@@ -11,6 +11,7 @@ from llamagpu.cli.models import find_model, open_model
 from llamagpu.cli.terminal import interruptible, log
 from llamagpu.engine.options import EngineOptions
 from llamagpu.files import chat_template
+from llamagpu.gpu.caps import Library
 from llamagpu.hub.catalogue import DEFAULT
 
 
@@ -38,6 +39,7 @@ def chat(
     cache_type: o.CacheOption = None,
     precision: o.PrecisionOption = None,
     device: o.DeviceOption = None,
+    backend: o.BackendOption = Library.AUTO,
     offline: o.OfflineOption = False,
     quiet: o.QuietOption = False,
     verbose: o.VerboseOption = False,

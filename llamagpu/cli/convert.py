@@ -13,6 +13,7 @@ import typer
 from llamagpu.cli import options as o
 from llamagpu.cli.terminal import Usage, interruptible, log, progress_line, read_text, write
 from llamagpu.errors import DeviceLost, DoesNotFit, LlamaGpuError
+from llamagpu.gpu.caps import Library
 from llamagpu.progress import ByteProgress
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def convert(
     threads: Annotated[int, typer.Option("-t", "--threads", min=0, help="Threads; 0: one per core.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
     device: o.DeviceOption = None,
+    backend: o.BackendOption = Library.AUTO,
     offline: o.OfflineOption = False,
     as_json: o.JsonOption = False,
     quiet: o.QuietOption = False,

@@ -28,6 +28,7 @@ from llamagpu.cli.terminal import (
 from llamagpu.cli.tokenize import check_bytes
 from llamagpu.engine.options import EngineOptions
 from llamagpu.files import chat_template
+from llamagpu.gpu.caps import Library
 from llamagpu.hub.catalogue import DEFAULT
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def generate(
     prompt_cache_ro: o.PromptCacheRoOption = False,
     precision: o.PrecisionOption = None,
     device: o.DeviceOption = None,
+    backend: o.BackendOption = Library.AUTO,
     offline: o.OfflineOption = False,
     as_json: o.JsonOption = False,
     quiet: o.QuietOption = False,

@@ -12,6 +12,7 @@ from llamagpu.cli import options as o
 from llamagpu.cli.bench import SYNTHETIC_HELP, choice, sources
 from llamagpu.cli.terminal import check_folder, interruptible, log, progress_line, write
 from llamagpu.engine.options import EngineOptions
+from llamagpu.gpu.caps import Library
 from llamagpu.hub.catalogue import DEFAULT
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def profile(
     ] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="Output format: md or json.")] = "md",
     device: o.DeviceOption = None,
+    backend: o.BackendOption = Library.AUTO,
     offline: o.OfflineOption = False,
     quiet: o.QuietOption = False,
     debug: o.DebugOption = False,
@@ -89,6 +91,7 @@ def verify(
     quick: Annotated[bool, o.option("--quick", help="Check one storage and one head shape only.")] = False,
     as_json: o.JsonOption = False,
     device: o.DeviceOption = None,
+    backend: o.BackendOption = Library.AUTO,
     quiet: o.QuietOption = False,
     debug: o.DebugOption = False,
 ) -> None:
@@ -133,6 +136,7 @@ def devices(
     cache_type: o.CacheOption = None,
     precision: o.PrecisionOption = None,
     device: o.DeviceOption = None,
+    backend: o.BackendOption = Library.AUTO,
     offline: o.OfflineOption = False,
     quiet: o.QuietOption = False,
     debug: o.DebugOption = False,

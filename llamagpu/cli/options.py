@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from llamagpu.engine.options import KvType, Precision
+from llamagpu.gpu.caps import Library
 
 
 def option(*names: str, help: str, **more: Any) -> Any:
@@ -21,6 +22,11 @@ def option(*names: str, help: str, **more: Any) -> Any:
 def set_debug(wanted: bool) -> None:
     if wanted:
         os.environ["LLAMAGPU_DEBUG"] = "1"
+
+
+def set_backend(library: Library) -> Library:
+    os.environ["LLAMAGPU_BACKEND"] = library  # whatever opens a device reads it
+    return library
 
 
 def finite(least: float) -> Callable[[float], float]:
@@ -97,6 +103,10 @@ DeviceOption = Annotated[
     option(
         "-dev", "--device", help="Adapter: number or part of its name, see `llamagpu devices` (default: the first GPU)."
     ),
+]
+BackendOption = Annotated[
+    Library,
+    option("--backend", callback=set_backend, help="WebGPU by wgpu or by Dawn; auto: Dawn where it is faster."),
 ]
 PromptOption = Annotated[
     str | None, typer.Option("-p", "--prompt", help="Text; - reads standard input (default: -, if it is piped).")

@@ -8,6 +8,7 @@ from llamagpu.cli.models import find_model, open_model
 from llamagpu.cli.terminal import interruptible, progress_line, read_text, write
 from llamagpu.cli.tokenize import check_bytes
 from llamagpu.engine.options import EngineOptions
+from llamagpu.gpu.caps import Library
 from llamagpu.hub.catalogue import DEFAULT
 
 
@@ -21,6 +22,7 @@ def perplexity(
     cache_type: o.CacheOption = None,
     precision: o.PrecisionOption = None,
     device: o.DeviceOption = None,
+    backend: o.BackendOption = Library.AUTO,
     offline: o.OfflineOption = False,
     as_json: o.JsonOption = False,
     quiet: o.QuietOption = False,

@@ -10,6 +10,7 @@ from llamagpu.cli.terminal import Usage, log, read_text
 from llamagpu.engine.options import EngineOptions
 from llamagpu.errors import LlamaGpuError, install_extra
 from llamagpu.files import chat_template
+from llamagpu.gpu.caps import Library
 from llamagpu.hub.catalogue import DEFAULT
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def serve(
     cache_type: o.CacheOption = None,
     precision: o.PrecisionOption = None,
     device: o.DeviceOption = None,
+    backend: o.BackendOption = Library.AUTO,
     offline: o.OfflineOption = False,
     quiet: o.QuietOption = False,
     verbose: o.VerboseOption = False,

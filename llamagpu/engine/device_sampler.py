@@ -4,7 +4,6 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
-import wgpu
 from numpy.typing import NDArray
 
 from llamagpu.engine.ops import Consts, HeadBuffers, Ops
@@ -14,6 +13,7 @@ from llamagpu.engine.weights import Matrix
 from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange
 from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.shaders import constants
+from llamagpu.gpu.webgpu import BufferUsage
 
 RING = 64  # sampled tokens that the device keeps: more than all submissions in flight produce
 RING_WORDS = 2 * RING  # of one sequence: sampled tokens, then the bits of their logits
@@ -50,7 +50,7 @@ class DeviceSampler:
         self.first_check = slots * RING_WORDS + BARRIER_WORDS
         self.first_change = self.first_check + slots
         self.ring: Buffer = gpu.zeros((self.first_change + slots * CHANGE_WORDS) * 4, "ring")
-        self.settings: Buffer = gpu.zeros(MAX_SEGMENTS * SETTING_WORDS * 4, "sampling", wgpu.BufferUsage.UNIFORM)
+        self.settings: Buffer = gpu.zeros(MAX_SEGMENTS * SETTING_WORDS * 4, "sampling", BufferUsage.UNIFORM)
         self.mask_words = -(-vocab // 32)
         self.masks: Buffer = gpu.zeros(slots * self.mask_words * 4, "masks")  # [slots, vocab / 32]: bit set = allowed
         self.scores: Buffer = gpu.zeros(slots * RING * SCORE_WORDS * 4, "scores")  # [slots, RING, SCORE_WORDS]

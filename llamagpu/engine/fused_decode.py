@@ -12,7 +12,6 @@ from functools import partial
 from itertools import groupby, product
 
 import numpy as np
-import wgpu
 from numpy.typing import NDArray
 
 from llamagpu.engine import ops, routes
@@ -37,6 +36,7 @@ from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.fuse import Stage
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 from llamagpu.gpu.shaders import constants
+from llamagpu.gpu.webgpu import BufferUsage, GPUError
 
 WAIT_S = 0.25  # longest wait of a workgroup: watchdogs end a kernel after about 2 s
 PROBE_SPIN_LIMIT = 1 << 14  # loads of the arrivals by a waiting workgroup
@@ -193,7 +193,7 @@ class FusedDecode:
         if rows in self.compiled and not self.compiled[rows]:
             try:
                 self.compiled[rows] = all(dispatch.pipeline for dispatch in self.dispatches(rows))
-            except wgpu.GPUError:
+            except GPUError:
                 del self.compiled[rows]
         return rows in self.compiled
 
@@ -406,7 +406,7 @@ class FusedDecode:
     def _table(self, rows: NDArray[np.uint32]) -> Buffer:
         key = rows.tobytes()
         if key not in self.layer_tables:
-            self.layer_tables[key] = self.gpu.upload(rows, "layers", wgpu.BufferUsage.UNIFORM)
+            self.layer_tables[key] = self.gpu.upload(rows, "layers", BufferUsage.UNIFORM)
         return self.layer_tables[key]
 
     def probe(self, recorder: Recorder) -> bool:
@@ -425,7 +425,7 @@ class FusedDecode:
             self.gpu.write(self.barrier, np.array([0, 0, PROBE_SPIN_LIMIT, 0], np.uint32))
             try:
                 recorder.submit([Step(Plan(dispatches))])
-            except wgpu.GPUError:  # the driver refuses so large a kernel
+            except GPUError:  # the driver refuses so large a kernel
                 continue
             passed = all(
                 np.array_equal(*barrier_litmus_test(self.gpu, grid, self.barrier, litmus_table, seed))

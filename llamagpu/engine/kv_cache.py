@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import wgpu
 from numpy.typing import NDArray
 
 from llamagpu.engine import routes
@@ -24,6 +23,7 @@ from llamagpu.gpu.buffers import ALIGN, TEXEL_BYTES, Bindable, Buffer, BufferRan
 from llamagpu.gpu.device import Gpu, Texels
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 from llamagpu.gpu.shaders import Const, constants
+from llamagpu.gpu.webgpu import BufferUsage
 
 TEXTURE_ROWS = constants("attend_texture")["TEXTURE_ROWS"]  # cells below each other in a cache texture
 SMALLER = {KvType.F32: ", or an f16 cache (-ctk f16)", KvType.F16: ", or a q8_0 cache (-ctk q8_0)"}
@@ -266,7 +266,7 @@ class BufferKvCache(KvCache):
             sizes = [size] * min(layers_per_buffer, self.config.layers - start)
             keys, values = (padded_ranges(self.gpu, sizes, label) for label in ("k_cache", "v_cache"))
             self.layers += [LayerCache(k, v) for k, v in zip(keys, values, strict=True)]
-        self.copied = self.gpu.zeros(16, "pages to copy", wgpu.BufferUsage.UNIFORM)
+        self.copied = self.gpu.zeros(16, "pages to copy", BufferUsage.UNIFORM)
 
     def copy_page(self, source: int, target: int) -> None:
         self.gpu.write(self.copied, np.array([source, target], np.uint32))

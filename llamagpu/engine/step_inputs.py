@@ -8,13 +8,13 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
-import wgpu
 from numpy.typing import NDArray
 
 from llamagpu.engine.page_table import PageTable
 from llamagpu.gpu import shaders
 from llamagpu.gpu.buffers import Buffer
 from llamagpu.gpu.device import Gpu
+from llamagpu.gpu.webgpu import BufferUsage
 
 _SIZES = re.search(r"segment: array<vec4<u32>, (\d+)>, row: array<Row, (\d+)>", shaders.read("attend"))
 assert _SIZES, "attend.wgsl declares struct Step"
@@ -37,7 +37,7 @@ class StepInputs:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
-        self.buffer: Buffer = gpu.zeros(STEP_BYTES, "step", wgpu.BufferUsage.UNIFORM)
+        self.buffer: Buffer = gpu.zeros(STEP_BYTES, "step", BufferUsage.UNIFORM)
 
     def write(self, segments: Items[Segment], table: PageTable | None = None) -> None:
         """Without a page table for kernels that do not use the KV cache."""

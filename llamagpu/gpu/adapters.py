@@ -1,18 +1,14 @@
 """Finds the adapters of this machine and selects one."""
 
-import contextlib
 import ctypes
-import logging
 import os
-import re
 import sys
 import tempfile
-from typing import Any
+from collections.abc import Sequence
 
-import wgpu
-
-from llamagpu.errors import NoAdapter
-from llamagpu.gpu.caps import below_minimum
+from llamagpu.errors import BadArgument, NoAdapter
+from llamagpu.gpu.caps import Library, below_minimum
+from llamagpu.gpu.webgpu import Adapter
 
 ADAPTER_TYPES = ("DiscreteGPU", "IntegratedGPU", "VirtualGPU", "Unknown", "CPU")  # in order of preference
 BACKENDS = ("Metal", "Vulkan", "D3D12")  # preferred to OpenGL
@@ -21,27 +17,43 @@ REMEDY_NO_ADAPTER = (
 )
 
 
-def list_adapters() -> list[Any]:
-    """All adapters, in order of preference. OpenGL's only with LLAMAGPU_OPENGL=1, for tests: it logs to stderr."""
-    from wgpu.backends.wgpu_native.extras import set_instance_extras
-
-    speed_up_cffi_parser()
-    logging.getLogger("wgpu").setLevel(logging.ERROR)  # naga and the drivers log advice for developers
+def list_adapters(library: Library = Library.WGPU) -> list[Adapter]:
+    """All adapters of wgpu or Dawn, in order of preference."""
     os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())  # Mesa complains on stderr without one
-    with contextlib.suppress(RuntimeError):  # one instance per process; this is not the first call
-        opengl = os.environ.get("LLAMAGPU_OPENGL") == "1"
-        set_instance_extras(backends=("GL",) if opengl else ("Vulkan", "Metal", "DX12"))
-    return sorted(wgpu.gpu.enumerate_adapters_sync(), key=_preference)
+    return sorted(_all_adapters(library), key=_preference)
 
 
-def _preference(adapter: Any) -> tuple[bool, bool, int]:
+def _all_adapters(library: Library) -> Sequence[Adapter]:
+    if library is Library.DAWN:
+        from llamagpu.gpu.dawn import dawn_adapters, library_path
+
+        return dawn_adapters(library_path())
+    from llamagpu.gpu.wgpu_native import wgpu_adapters
+
+    return wgpu_adapters()
+
+
+def choose_adapter(wanted: str | None) -> Adapter:
+    """The adapter that LLAMAGPU_BACKEND and `wanted` name."""
+    library = Library.DAWN if wanted_library() is Library.DAWN else Library.WGPU
+    return select_adapter(list_adapters(library), wanted)
+
+
+def wanted_library() -> Library:
+    wanted = os.environ.get("LLAMAGPU_BACKEND", Library.AUTO)
+    if wanted not in list(Library):
+        raise BadArgument(f"LLAMAGPU_BACKEND is {wanted!r}", f"choose {', '.join(Library)}")
+    return Library(wanted)
+
+
+def _preference(adapter: Adapter) -> tuple[bool, bool, int]:
     adapter_type = adapter.info["adapter_type"]
     known = adapter_type if adapter_type in ADAPTER_TYPES else "Unknown"
     other = adapter.info["backend_type"] not in BACKENDS
     return bool(below_minimum(adapter.limits)), other, ADAPTER_TYPES.index(known)
 
 
-def select_adapter(found: list[Any], wanted: str | None) -> Any:
+def select_adapter(found: list[Adapter], wanted: str | None) -> Adapter:
     """The first adapter, or the one that `wanted` names: its number in `llamagpu devices`, or part of its name."""
     if not found:
         raise NoAdapter(f"no WebGPU adapter was found{missing_vulkan()}", REMEDY_NO_ADAPTER)
@@ -65,31 +77,3 @@ def missing_vulkan() -> str:
     except OSError:
         return ": there is no Vulkan loader (libvulkan.so.1)"
     return ": the Vulkan loader finds no driver that works"
-
-
-def speed_up_cffi_parser() -> None:
-    """Make wgpu-py start 1.2 s sooner.
-
-    wgpu-py names C types in strings. cffi parses each string after declarations of all 432 type names that it knows,
-    25 ms a time. Its parser needs only the names that appear in the string.
-    """
-    from wgpu.backends.wgpu_native import ffi
-
-    parser = ffi._parser
-    if "_parse" in vars(parser):
-        return
-    with contextlib.suppress(AttributeError):  # another version of cffi: it stays slow
-        parse, known = parser._parse, parser._declarations
-
-        def parse_few(source: str) -> Any:
-            words = set(re.findall(r"\w+", source))
-            parser._declarations = {name: known[name] for name in known if name.rpartition(" ")[2] in words}
-            try:
-                return parse(source)
-            except Exception:  # a name that was left out
-                parser._declarations = known
-                return parse(source)
-            finally:
-                parser._declarations = known
-
-        parser._parse = parse_few

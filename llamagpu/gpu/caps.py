@@ -1,16 +1,34 @@
 """Capabilities of an adapter: the features and limits that this package requests, and the facts that routes read."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from llamagpu.errors import BadArgument
 
 NVIDIA = 0x10DE  # vendor id
+
+
+class Library(StrEnum):
+    """The implementation of WebGPU: `--backend`."""
+
+    AUTO = "auto"
+    WGPU = "wgpu"
+    DAWN = "dawn"
+
+
 Grid = tuple[int, int, int]  # workgroups of a dispatch
 
-FEATURES = ("subgroup", "shader-f16", "timestamp-query", "timestamp-query-inside-passes", "memory-decoration-coherent")
+FEATURES = (
+    "subgroup",
+    "shader-f16",
+    "timestamp-query",
+    "timestamp-query-inside-passes",
+    "memory-decoration-coherent",
+    "subgroup-matrix",
+)
 # The limits that every WebGPU implementation guarantees. LLAMAGPU_MINIMUM_LIMITS=1 requests no more than these and no
 # feature, for tests.
 MINIMUM_LIMITS = {
@@ -43,20 +61,26 @@ class Caps:
     shared_bytes: int  # workgroup memory
     invocations: int = 256  # of one workgroup
     storage_buffers: int = 8  # of one kernel
-    texture_side: int = 8192  # texels of a storage texture, in both directions
+    texture_side: int = 8192  # texels of a storage texture, in both directions; 0: the device has none
     scalar: bool = False  # LLAMAGPU_SCALAR=1: take the kernels for every shape, as a baseline
     shader_f16: bool = False  # computes in f16
     coherent: bool = False  # has buffers whose stores the workgroups of a dispatch see of each other
     measured_barrier: bool = False  # fused decode was measured to be right there without fences
     compares_fused: bool = False  # fused decode is compared with unfused before it is used
     grid_barrier: bool = False  # workgroups of one dispatch may wait for each other
+    matrix: int = 0  # side of f16 subgroup matrices with f32 sums: 16 (16x16x16) or 8 (8x8x8); 0: none
+
+    @property
+    def textures(self) -> bool:
+        """Whether models may run on storage textures: a CPU adapter reads them far faster than buffers."""
+        return self.cpu and self.texture_side > 0
 
 
-def requested_features(offered: set[str]) -> list[str]:
+def requested_features(offered: Set[str]) -> list[str]:
     return [] if minimum_limits_only() else [feature for feature in FEATURES if feature in offered]
 
 
-def requested_limits(offered: dict[str, int]) -> dict[str, int]:
+def requested_limits(offered: Mapping[str, int]) -> dict[str, int]:
     return dict(MINIMUM_LIMITS) if minimum_limits_only() else {name: offered[name] for name in MINIMUM_LIMITS}
 
 
@@ -71,7 +95,11 @@ def minimum_limits_only() -> bool:
 
 
 def barrier_is_measured(info: Mapping[str, Any]) -> bool:
-    """NVIDIA's Vulkan driver: thousands of tokens of several models were equal to unfused decode's on an H200."""
+    """wgpu on NVIDIA's Vulkan driver: thousands of tokens of several models equalled unfused decode's on an H200."""
+    return nvidia_vulkan(info) and info["library"] == "wgpu"
+
+
+def nvidia_vulkan(info: Mapping[str, Any]) -> bool:
     return (info["backend_type"], info["vendor_id"]) == ("Vulkan", NVIDIA)
 
 
@@ -79,11 +107,11 @@ def grid_barrier_allowed(info: Mapping[str, Any], coherent: bool) -> bool:
     """Whether workgroups of one dispatch may wait for each other.
 
     WebGPU promises neither that they run at the same time nor that they see each other's stores. NVIDIA's Vulkan driver
-    does both, as measured. Other GPUs with coherent buffers may: a model compares before it relies on it
-    (engine/fused_check.py). LLAMAGPU_FUSED=0 disables it, 1 lets it be tried on any adapter.
+    does both, as measured with wgpu. With Dawn, and on other GPUs with coherent buffers, a model compares before it
+    relies on it (engine/fused_check.py). LLAMAGPU_FUSED=0 disables it, 1 lets it be tried on any adapter.
     """
     wanted = os.environ.get("LLAMAGPU_FUSED", "")
     if wanted not in ("", "0", "1"):
         raise BadArgument(f"LLAMAGPU_FUSED is {wanted!r}", "it takes 0 (unfused decode) or 1 (tried on any adapter)")
     vulkan_gpu = info["adapter_type"] != "CPU" and info["backend_type"] == "Vulkan"
-    return wanted == "1" or (wanted != "0" and (barrier_is_measured(info) or (vulkan_gpu and coherent)))
+    return wanted == "1" or (wanted != "0" and (nvidia_vulkan(info) or (vulkan_gpu and coherent)))

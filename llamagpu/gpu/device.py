@@ -10,12 +10,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import wgpu
 from numpy.typing import DTypeLike, NDArray
 
 from llamagpu.errors import DoesNotFit, LlamaGpuError, NoAdapter
-from llamagpu.gpu import readback, shaders
-from llamagpu.gpu.adapters import list_adapters, select_adapter
+from llamagpu.gpu import shaders
+from llamagpu.gpu.adapters import choose_adapter
 from llamagpu.gpu.buffers import (
     TEXEL_BYTES,
     AnyBuffer,
@@ -36,10 +35,19 @@ from llamagpu.gpu.caps import (
     requested_limits,
 )
 from llamagpu.gpu.fuse import Stage, fuse
-from llamagpu.gpu.guard import GuardedThread, device_lost, release_guarded
+from llamagpu.gpu.guard import GuardedThread, device_lost
+from llamagpu.gpu.webgpu import (
+    Adapter,
+    BufferUsage,
+    GPUError,
+    GPUOutOfMemoryError,
+    GPUValidationError,
+    Native,
+    TextureUsage,
+)
 
-TEXTURE_USAGE = wgpu.TextureUsage.STORAGE_BINDING | wgpu.TextureUsage.COPY_SRC | wgpu.TextureUsage.COPY_DST
-STORAGE_USAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+TEXTURE_USAGE = TextureUsage.STORAGE_BINDING | TextureUsage.COPY_SRC | TextureUsage.COPY_DST
+STORAGE_USAGE = BufferUsage.STORAGE | BufferUsage.COPY_SRC | BufferUsage.COPY_DST
 COPY_STRIDE = 256  # of the bytes of a row, where a texture is copied to a buffer
 REMEDY_MEMORY = "use a smaller model; smaller -c and -ub need less"
 STAGING_BYTES = 64 << 20  # most bytes in flight to the device
@@ -93,17 +101,18 @@ class Gpu:
 
     dry = False  # DryGpu: allocations are only counted
 
-    def __init__(self, adapter: Any) -> None:
+    def __init__(self, adapter: Adapter) -> None:
         self.info: dict[str, Any] = dict(adapter.info)
         if short := below_minimum(adapter.limits):
             raise NoAdapter(f"{self.name} cannot run the kernels: {short}", "choose another one: llamagpu devices")
         self.limits = requested_limits(adapter.limits)
         features = requested_features(adapter.features)
         self.features = set(features)
+        self.matrix = adapter.matrix if "subgroup-matrix" in features else 0
         self.lost = threading.Event()
-        self.device = open_device(adapter, features, self.limits)
-        release_guarded(self.device, self.lost)
         self.unchecked = may_be_unchecked(self.info["backend_type"])
+        self.native = open_device(adapter, features, self.limits, self.unchecked, self.lost)
+        self.device = self.native.device
         self.submitter = GuardedThread("submit", self.lost)  # see Recorder
         self.poller = GuardedThread("poll", self.lost)
         self.closed = False
@@ -133,18 +142,19 @@ class Gpu:
             shared_bytes=limits["max-compute-workgroup-storage-size"],
             invocations=limits["max-compute-invocations-per-workgroup"],
             storage_buffers=storage_buffers,
-            texture_side=limits["max-texture-dimension-2d"],
+            texture_side=0 if self.info["library"] == "dawn" else limits["max-texture-dimension-2d"],
             scalar=os.environ.get("LLAMAGPU_SCALAR") == "1",
             shader_f16="shader-f16" in self.features,
             coherent=coherent,
             measured_barrier=barrier_is_measured(self.info),
             compares_fused=not barrier_is_measured(self.info),
             grid_barrier=grid_barrier_allowed(self.info, coherent),
+            matrix=self.matrix,
         )
 
     @classmethod
     def open(cls, wanted: str | None = None) -> "Gpu":
-        return cls(select_adapter(list_adapters(), wanted or os.environ.get("LLAMAGPU_DEVICE")))
+        return cls(choose_adapter(wanted or os.environ.get("LLAMAGPU_DEVICE")))
 
     def close(self) -> None:
         """Free the device. Nothing that was made with it can be used afterwards."""
@@ -160,7 +170,7 @@ class Gpu:
         """Note a loss that no call has met yet: a lost device makes no buffers, and must not be released."""
         try:
             self._create_staging(16).destroy()
-        except wgpu.GPUError:
+        except GPUError:
             self.lost.set()
 
     @property
@@ -180,7 +190,7 @@ class Gpu:
             raise DoesNotFit(f"{label} needs {size} bytes; a buffer holds {self.limits['max-buffer-size']}")
         try:
             buffer: Buffer = self._create_buffer(size, STORAGE_USAGE | usage, label)
-        except (wgpu.GPUOutOfMemoryError, wgpu.GPUValidationError) as error:
+        except (GPUOutOfMemoryError, GPUValidationError) as error:
             raise allocation_failed(label, size, error) from error
         self._count(size)
         return buffer
@@ -219,11 +229,11 @@ class Gpu:
 
     def submit(self, *commands: Any) -> Any:
         """Submit command buffers; the index of the submission."""
-        return self.submitter.call(readback.submit, self.device, *commands)
+        return self.submitter.call(self.native.submit, *commands)
 
     def wait_idle(self) -> None:
         """Wait until everything that was submitted has completed."""
-        self.poller.call(readback.wait_idle, self.device)
+        self.poller.call(self.native.wait_idle)
 
     def read(self, buffer: AnyBuffer, dtype: DTypeLike, count: int, offset: int = 0) -> NDArray[Any]:
         buffer, offset = _locate(buffer, offset)
@@ -244,7 +254,7 @@ class Gpu:
     def _read_staging(self, encoder: Any, staging: Any) -> NDArray[np.uint8]:
         """The bytes that the encoder's commands copy to this buffer, which is freed."""
         index = self.submit(encoder.finish())
-        data: NDArray[np.uint8] = self.poller.call(readback.read_staging, self.device, staging, index)
+        data: NDArray[np.uint8] = self.poller.call(self.native.read_staging, staging, index)
         staging.destroy()
         return data
 
@@ -269,7 +279,7 @@ class Gpu:
         return self._create_staging(size)
 
     def _create_staging(self, size: int) -> Any:
-        usage = wgpu.BufferUsage.COPY_DST | wgpu.BufferUsage.MAP_READ
+        usage = BufferUsage.COPY_DST | BufferUsage.MAP_READ
         return self.device.create_buffer(size=size, usage=usage, label="staging")
 
     def free(self, *resources: Bindable) -> None:
@@ -290,7 +300,7 @@ class Gpu:
         size = TEXEL_BYTES * width * height
         try:
             texture: Texture = self._create_texture(width, height, texel_format, label)
-        except (wgpu.GPUOutOfMemoryError, wgpu.GPUValidationError) as error:
+        except (GPUOutOfMemoryError, GPUValidationError) as error:
             raise allocation_failed(label, size, error) from error
         self._count(size)
         return texture
@@ -339,7 +349,7 @@ class Gpu:
     def pipeline(self, source: str, label: str) -> Any:
         if source not in self.pipelines:
             started = time.perf_counter()
-            module = shaders.create_module(self.device, source, label, self.unchecked)
+            module = self.native.create_module(source, label)
             stage = {"module": module, "entry_point": "main"}
             self.pipelines[source] = self.device.create_compute_pipeline(layout="auto", compute=stage, label=label)
             self.compile_seconds += time.perf_counter() - started
@@ -388,7 +398,7 @@ class Gpu:
         )
         try:
             return bool(self._probe(source, 1)[1:2].view(np.float32) == 2.0**-24)
-        except wgpu.GPUValidationError:
+        except GPUValidationError:
             return False
 
     def _probe_subgroup_size(self) -> int:
@@ -432,16 +442,18 @@ def _locate(buffer: AnyBuffer, offset: int) -> tuple[Buffer, int]:
     return buffer, offset
 
 
-def allocation_failed(label: str, size: int, error: wgpu.GPUError) -> LlamaGpuError:
+def allocation_failed(label: str, size: int, error: GPUError) -> LlamaGpuError:
     if "lost" in str(error):
         return device_lost()
     return DoesNotFit(f"{label}: the device could not allocate {size} bytes ({last_line(error)})", REMEDY_MEMORY)
 
 
-def open_device(adapter: Any, features: Sequence[str], limits: Mapping[str, int]) -> Any:
+def open_device(
+    adapter: Adapter, features: Sequence[str], limits: Mapping[str, int], unchecked: bool, lost: threading.Event
+) -> Native:
     try:
-        return adapter.request_device_sync(required_features=features, required_limits=limits)
-    except (wgpu.GPUError, RuntimeError) as error:
+        return adapter.open(features, limits, unchecked, lost)
+    except (GPUError, RuntimeError) as error:
         raise open_failed(str(adapter.info["device"]), error) from error
 
 
@@ -459,7 +471,7 @@ def map_device_lost() -> Iterator[None]:
     """Raise DeviceLost if the device is lost, DoesNotFit if it has no memory left: wgpu reports both in its texts."""
     try:
         yield
-    except wgpu.GPUError as error:
+    except GPUError as error:
         if "lost" in str(error):
             raise device_lost() from error
         if "memory" in str(error):

@@ -92,28 +92,10 @@ def _fail_all(jobs: "SimpleQueue[Job | None]") -> None:
                 entry[0].set_exception(device_lost())
 
 
-def release_guarded(device: Any, lost: threading.Event) -> None:
-    """Let a wgpu device be released in a thread of its own; not if it is lost, nor while the process ends."""
-    from wgpu.backends.wgpu_native import lib
-
-    poller, queue, handle = device._poller, device.queue, device._internal  # not the device: it would never be freed
-
-    def release() -> None:
-        poller.stop()
-        if not lost.is_set() and not ending.is_set():
-            queue._release()
-            with suppress(DeviceLost):
-                GuardedThread("release", lost).call(lib.wgpuDeviceRelease, handle)
-
-    device._release = release
-
-
 running: "weakref.WeakSet[GuardedThread]" = weakref.WeakSet()
 guarded: dict[int, tuple["Future[Any]", "SimpleQueue[Job | None]", threading.Event, threading.Event]] = {}  # by thread
 previous: list[int | None] = []  # the handler of SIGABRT before this one
-
-
-ending = threading.Event()
+ending = threading.Event()  # the process is
 
 
 @atexit.register

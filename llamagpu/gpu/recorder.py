@@ -1,6 +1,6 @@
 """Records plans and submits them: one compute pass for each submission.
 
-The fast path calls wgpu's cffi handle, 1 us a dispatch against 6 through wgpu-py's objects, which check for errors
+The fast path calls C functions on handles, 1 us a dispatch against 6 through wgpu-py's objects, which check for errors
 after every call. LLAMAGPU_SAFE=1 records through the objects, so that a validation error raises where it happens.
 """
 
@@ -13,18 +13,15 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import wgpu
 from numpy.typing import NDArray
-from wgpu.backends.wgpu_native import ffi, lib
 
 from llamagpu.errors import DeviceLost
 from llamagpu.gpu.buffers import AnyBuffer, BufferRange
 from llamagpu.gpu.caps import Grid
 from llamagpu.gpu.device import Dispatch, Gpu, first_line
-from llamagpu.gpu.readback import read_staging, submit
+from llamagpu.gpu.webgpu import GPUError, Launch
 
 REMEDY_RETRY = "try again; if it happens again, update the GPU's driver"
-Launch = tuple[Any, Any, int, int, int]  # pipeline and bind group handles, grid
 # Dispatches of the first piece and of each further one, where a step is submitted in pieces. On an H200 (2026-11-16) a
 # step of 2 rows took 1.26 to 1.51 ms of wall clock in 3 to 6 pieces of other sizes, 1.72 ms whole (1B, 115 dispatches);
 # 3.35 to 3.71 against 4.15 ms (8B, 227). A piece costs the host 0.1 ms. These sizes are chosen from that, not measured.
@@ -87,7 +84,7 @@ class Pending:
         try:
             index = self.submission.result()
             # on a GPU a blocking poll would keep the submitting thread from the device
-            data = read_staging(self.gpu.device, self.staging, index, block=self.gpu.software)
+            data = self.gpu.native.read_staging(self.staging, index, block=self.gpu.software)
         finally:
             in_flight.discard(self)
         self.gpu.staging.append(self.staging)
@@ -144,9 +141,11 @@ class Recorder:
         """The pass in a command encoder, and the staging buffer that `results` are copied to."""
         encoder = self.gpu.device.create_command_encoder()
         work = encoder.begin_compute_pass(timestamp_writes=timestamps)
-        record = record_safe if self.safe else record_raw
         for step in steps:
-            record(work, step)
+            if self.safe:
+                record_safe(work, step)
+            else:
+                self.gpu.native.record(work, launches(step))
         work.end()
         staging = None
         if results:
@@ -161,8 +160,8 @@ class Recorder:
     def finish_and_submit(self, encoder: Any) -> Any:
         """Submit what the encoder holds; the index of the submission."""
         try:
-            return submit(self.gpu.device, encoder.finish())
-        except (wgpu.GPUError, RuntimeError) as error:
+            return self.gpu.native.submit(encoder.finish())
+        except (GPUError, RuntimeError) as error:
             raise DeviceLost(f"the device stopped taking work: {first_line(error)}", REMEDY_RETRY) from error
 
 
@@ -173,13 +172,5 @@ def record_safe(work: Any, step: Step) -> None:
         work.dispatch_workgroups(*dispatch.grid_for(step.rows, step.position))
 
 
-def record_raw(work: Any, step: Step) -> None:
-    handle, null = work._internal, ffi.NULL
-    set_pipeline = lib.wgpuComputePassEncoderSetPipeline
-    set_bind_group = lib.wgpuComputePassEncoderSetBindGroup
-    launch = lib.wgpuComputePassEncoderDispatchWorkgroups
-    launches = step.plan.fixed_launches or step.plan.launches(step.rows, step.position)
-    for pipeline, bind_group, x, y, z in launches:
-        set_pipeline(handle, pipeline)
-        set_bind_group(handle, 0, bind_group, 0, null)
-        launch(handle, x, y, z)
+def launches(step: Step) -> list[Launch]:
+    return step.plan.fixed_launches or step.plan.launches(step.rows, step.position)

@@ -1,4 +1,4 @@
-"""Composes WGSL kernels from their files and compiles them.
+"""Composes WGSL kernels from their files.
 
 A kernel is its parts, in order, followed by the kernel file (kernels/README.md). It declares every shape as
 `const NAME: type = default;`, and the host sets these constants by name, so that a pipeline is made for one shape and
@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 Const = int | float | bool
 
@@ -125,25 +124,3 @@ def check_subgroups(source: str, lanes: int) -> str:
     )
     binding = f"@group(0) @binding({number}) var<storage, read_write> status: atomic<u32>;\n"
     return source[: entry.start()] + binding + checked + source[entry.end() :]
-
-
-def create_module(device: Any, source: str, label: str, unchecked: bool) -> Any:
-    """A shader module. `unchecked` drops naga's index clamps and loop guards, a quarter of decode time on an H200.
-
-    That is only for kernels whose indices the host keeps in bounds. LLAMAGPU_UNCHECKED=0 turns it off.
-    """
-    if not unchecked:
-        return device.create_shader_module(code=source, label=label)
-    from wgpu.backends.wgpu_native import ffi, lib
-    from wgpu.backends.wgpu_native._api import GPUShaderModule
-
-    code = source.encode()
-    text = ffi.new("char[]", code)
-    wgsl = ffi.new("WGPUShaderSourceWGSL *")
-    wgsl.chain.sType = lib.WGPUSType_ShaderSourceWGSL
-    wgsl.code.data = text
-    wgsl.code.length = len(code)
-    descriptor = ffi.new("WGPUShaderModuleDescriptor *")
-    descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", wgsl)
-    handle = lib.wgpuDeviceCreateShaderModuleTrusted(device._internal, descriptor, 0)
-    return GPUShaderModule(label, handle, device)

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import wgpu
 from numpy.typing import NDArray
-from wgpu.backends.wgpu_native import lib
 
 from llamagpu.gpu.buffers import AnyBuffer, Buffer
 from llamagpu.gpu.device import Dispatch, Gpu
-from llamagpu.gpu.recorder import Pending, Plan, Recorder, Step, record_raw
+from llamagpu.gpu.recorder import Pending, Plan, Recorder, Step, launches
+from llamagpu.gpu.webgpu import BufferUsage
 
 QUERIES = 4096  # the most that a WebGPU query set holds
 RAMP_S = 0.6  # an idle H200 takes half a second to raise its clocks; until then kernels are 2 to 4 times slower
@@ -41,7 +40,7 @@ class Timestamps:
         """Nanoseconds of all queries, in their order. Waits for the GPU and starts again with the first query."""
         if not self.count:
             return np.zeros(0)
-        device, usage = self.gpu.device, wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC
+        device, usage = self.gpu.device, BufferUsage.QUERY_RESOLVE | BufferUsage.COPY_SRC
         encoder = device.create_command_encoder()
         buffer = device.create_buffer(size=8 * self.count, usage=usage, label="timestamps")
         for i, queries in enumerate(self.query_sets):
@@ -52,8 +51,7 @@ class Timestamps:
         ticks = self.gpu.read(buffer, np.uint64, self.count)
         self.count = 0
         # differences first: a float64 holds 2^53 ns, and a clock may have run longer
-        period = float(lib.wgpuQueueGetTimestampPeriod(device.queue._internal))
-        return np.asarray((ticks - ticks.min()).astype(np.float64) * period)
+        return np.asarray((ticks - ticks.min()).astype(np.float64) * self.gpu.native.timestamp_period())
 
 
 @dataclass(slots=True)
@@ -148,16 +146,16 @@ class Stopwatch:
     def dispatches_ns(self, steps: Sequence[Step]) -> tuple[NDArray[np.float64], Span]:
         """Timestamps [dispatches + 1] before, between and after the dispatches of one pass."""
         assert self.timestamps is not None
-        device, began, write = self.gpu.device, time.perf_counter(), lib.wgpuComputePassEncoderWriteTimestamp
-        encoder = device.create_command_encoder()
+        native, began = self.gpu.native, time.perf_counter()
+        encoder = self.gpu.device.create_command_encoder()
         work = encoder.begin_compute_pass()
         for step in steps:
             for dispatch in step.plan.dispatches:
                 queries, index = self.timestamps.next()
-                write(work._internal, queries._internal, index)
-                record_raw(work, step._replace(plan=Plan([dispatch])))
+                native.write_timestamp(work, queries, index)
+                native.record(work, launches(step._replace(plan=Plan([dispatch]))))
         queries, index = self.timestamps.next()
-        write(work._internal, queries._internal, index)
+        native.write_timestamp(work, queries, index)
         work.end()
         commands = encoder.finish()
         recorded = time.perf_counter()

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
-import wgpu
 
 from llamagpu.engine import fused_decode, routes, synthetic
 from llamagpu.engine.device_sampler import LOWEST, Candidates, DeviceSampler, SampleKind
@@ -17,6 +16,7 @@ from llamagpu.files.storage import Storage
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Recorder
 from llamagpu.gpu.shaders import constants
+from llamagpu.gpu.webgpu import BufferUsage
 from llamagpu.verify.architecture_kernels import architecture_cases
 from llamagpu.verify.expert_kernels import expert_cases
 from llamagpu.verify.kernels import Q4_WEIGHT, norm_data
@@ -149,7 +149,7 @@ def copy_page(gpu: Gpu) -> Answer:
     """The last of 5 pages to the second."""
     caches = random("copy_page").integers(0, 1 << 32, (2, 3, 5, 40), np.uint32)
     k, v = (gpu.upload(cache, "cache") for cache in caches)
-    pair = gpu.zeros(16, "pair", wgpu.BufferUsage.UNIFORM)
+    pair = gpu.zeros(16, "pair", BufferUsage.UNIFORM)
     gpu.write(pair, np.array([4, 1], np.uint32))
     bindings = {"k_cache": k, "v_cache": v, "pair": pair}
     run(gpu, [gpu.dispatch("copy_page", (), {"PAGES": 5, "PAGE_VEC4S": 10}, bindings, (3, 2, 1))])
@@ -211,7 +211,7 @@ def copy(gpu: Gpu) -> Answer:
 
 def barrier_litmus(gpu: Gpu) -> Answer:
     """With the first grid size whose workgroups run at the same time; with one workgroup where nothing is fused."""
-    layers = gpu.upload(np.array([LITMUS_LAYERS, 0, 0, 0], np.uint32), "layers", wgpu.BufferUsage.UNIFORM)
+    layers = gpu.upload(np.array([LITMUS_LAYERS, 0, 0, 0], np.uint32), "layers", BufferUsage.UNIFORM)
     sizes = routes.grid_sizes(2048, gpu.caps) if gpu.caps.grid_barrier else ()
     for grid in (*sizes, GridSize(1, 256)):
         barrier = gpu.upload(np.array([0, 0, PROBE_SPIN_LIMIT, 0], np.uint32), "barrier")

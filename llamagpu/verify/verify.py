@@ -11,14 +11,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import wgpu
-
 from llamagpu.engine import routes
 from llamagpu.errors import LlamaGpuError, NumericCheckFailed
 from llamagpu.files.atomic import atomic_write
 from llamagpu.files.cache import cache_dir
 from llamagpu.gpu import shaders
 from llamagpu.gpu.device import Gpu, first_line
+from llamagpu.gpu.webgpu import GPUError
 from llamagpu.verify.kernels import kernel_cases
 from llamagpu.verify.model import model_cases
 from llamagpu.verify.others import other_cases
@@ -55,11 +54,11 @@ def verify(gpu: Gpu, quick: bool = False, seen: Callable[[Check], None] | None =
     """Run all checks, give each to `seen` when it is done, and save the results."""
     checks: list[Check] = []
     started = time.time()
-    textures = texture_cases(gpu) if gpu.caps.cpu else ()  # no other adapter uses them
+    textures = texture_cases(gpu) if gpu.caps.textures else ()  # no other adapter uses them
     for case in (*kernel_cases(gpu, quick), *other_cases(gpu), *textures, *model_cases(gpu, quick)):
         try:
             found, error = errors(*case.compare()), ""
-        except (wgpu.GPUError, LlamaGpuError) as failure:
+        except (GPUError, LlamaGpuError) as failure:
             found, error = (NO_NUMBER, NO_NUMBER), first_line(failure)
         checks.append(Check(case.kernel, case.shape, *found, case.bound, error))
         if seen:
