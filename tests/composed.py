@@ -44,6 +44,7 @@ ADAPTERS: dict[str, Caps] = {
     "subgroups of 16": replace(FULL_CAPS, subgroup=16, shader_f16=True),
     "subgroups of 64": replace(FULL_CAPS, subgroup=64, shader_f16=True),
     "fused": LARGE,
+    "matrices": replace(LARGE, matrix=16),
     "CPU, subgroups of 4": CPU,
     "CPU, subgroups of 8": replace(CPU, subgroup=8, native_f16=False, shader_f16=False),
     "CPU, no subgroups": replace(CPU, subgroup=0, shader_f16=False),
@@ -85,6 +86,10 @@ class ComposingGpu(DryGpu):
 
     @property
     def device(self) -> Any:
+        raise ComposedError
+
+    @property
+    def native(self) -> Any:
         raise ComposedError
 
     def dispatch(self, *args: Any, **more: Any) -> Dispatch:
@@ -170,6 +175,7 @@ def write_sources(folder: Path, adapters: Iterable[str], models: Iterable[Source
     for name in adapters:
         caps = ADAPTERS[name]
         features = ["subgroups"] * (caps.subgroup > 0) + ["shader-f16"] * caps.shader_f16
+        features += ["chromium-experimental-subgroup-matrix"] * (caps.matrix > 0)
         least = MINIMUM_CAPS.shared_bytes, MINIMUM_CAPS.storage_buffers
         devices[name] = {"features": features, "minimumLimits": (caps.shared_bytes, caps.storage_buffers) == least}
         (folder / name).mkdir(parents=True)

@@ -25,7 +25,6 @@ from llamagpu.verify.reference import F32, Array, Floats, Weight, block_integers
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
-ROUNDED_F16 = (1e-7, 2**-11)  # at most 2^-11 of a value, 2^-22 / 3 of its square on average
 GUARD = 77.0  # fills memory that must not be written
 SLOTS = 3  # sequences of a KV cache
 

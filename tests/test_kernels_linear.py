@@ -8,7 +8,6 @@ import pytest
 from kernel_cases import (
     FULL_CAPS,
     GUARD,
-    ROUNDED_F16,
     SLOTS,
     SLOW,
     Steps,
@@ -36,10 +35,11 @@ from llamagpu.files.architectures import Activation
 from llamagpu.files.config import LayerKind
 from llamagpu.files.storage import Storage
 from llamagpu.verify import reference as verify_reference
-from llamagpu.verify.kernels import mode_bound
+from llamagpu.verify.kernels import linear_bound, matrix_case, mode_bound
 from llamagpu.verify.reference import (
     F32,
     INT8_BLOCK,
+    ROUNDED_F16,
     Weight,
     fits,
     linear_inputs,
@@ -120,9 +120,7 @@ class LinearCase:
         return self.epilogue is not Epilogue.STORE or (self.weight.k == 576 and (no_prologue or self.first))
 
     def bound(self, route) -> verify_reference.Bound:
-        if route.kernel == "linear_gemm_int8" and self.weight.storage.two_bytes:
-            return verify_reference.ROUNDED_WEIGHTS
-        return mode_bound((self.inputs, self.prologue))
+        return linear_bound(route, self.weight, (self.inputs, self.prologue))
 
     def shape(self, m: int) -> Linear:
         return self.weight.shape(m, self.inputs, self.prologue, self.epilogue)
@@ -165,6 +163,20 @@ def test_linear(any_gpu, route, case):
         got = gpu.read(y, np.float32, (most + 1) * n).reshape(-1, n)
         assert_close(got[:m], want[:m], *case.bound(route), f"{m} rows")
         assert (got[m:] == GUARD).all(), f"{m} rows: wrote behind the last"
+
+
+MATRICES = [r for r in routes.LINEAR if r.kernel == "linear_matrix"]
+
+
+@covers("linear_matrix")
+@pytest.mark.parametrize("weight", [w for w in WEIGHTS if w.k in (256, 576, 768)], ids=lambda weight: weight.name)
+def test_linears_on_matrices(gpu, weight):
+    """Every tile on Q4_0; one on the other storages."""
+    if not routes.has_matrices(gpu.caps):
+        pytest.skip("the adapter has no subgroup matrices")
+    for route in MATRICES if weight == WEIGHTS[0] else MATRICES[:1]:
+        case = matrix_case(gpu, route, weight)
+        assert_close(*case.compare(), *case.bound, case.shape)
 
 
 F32_TILES = [r for r in routes.LINEAR if r.kernel == "linear_gemm"]

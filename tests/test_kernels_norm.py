@@ -11,8 +11,9 @@ from llamagpu.engine import baselines, routes
 from llamagpu.engine.ops import Ops, Splits
 from llamagpu.engine.routes import RowWise
 from llamagpu.files.architectures import Activation
+from llamagpu.verify import others
 from llamagpu.verify.architecture_kernels import gated
-from llamagpu.verify.reference import F32, INT8_BLOCK, fits, random, read_blocks, rms_norm
+from llamagpu.verify.reference import F32, INT8_BLOCK, ROUNDED_F16, fits, random, read_blocks, rms_norm
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,11 @@ def test_norm_in_two_dispatches(gpu):
 
 
 FOLDS = ((1, 65535), (3, 65535), (40, 3))  # rows, workgroups in one dimension of a grid: the last one folds its grid
+
+
+@covers("widen_int8")
+def test_widen_int8(gpu):
+    assert_close(*others.widen(gpu), *ROUNDED_F16)
 
 
 @covers("quantise_int8")

@@ -13,6 +13,7 @@ const TOKENS: u32 = 1u;
 const BIAS: bool = false;
 const PERSISTENT: bool = false;  // the workgroup goes on with other rows
 const WORKGROUP: u32 = 64u;
+const EPILOGUE_LANES: u32 = WORKGROUP;  // invocations that share a workgroup epilogue
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [layers][TOKENS or m] planes of WIDTH / 64 int8 blocks, padded after each layer
 @group(0) @binding(4) var<storage, read> bias: array<f32>;
 @group(0) @binding(8) var<uniform> step: Step;
@@ -24,7 +25,7 @@ fn epilogue(token: u32, row: u32, v: vec2<f32>) {
 }
 fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {
   workgroupBarrier();
-  for (var i0 = 0u; i0 < 4u * TOKENS; i0 += WORKGROUP) {  // a quarter of a block each; the same iterations for all invocations
+  for (var i0 = 0u; i0 < 4u * TOKENS; i0 += EPILOGUE_LANES) {  // a quarter of a block each; the same iterations for all invocations
     let i = min(i0 + index, 4u * TOKENS - 1u);
     let block = quantise_block(load_hidden(8u * i), load_hidden(8u * i + 4u), index);
     let token = token0 + i / 4u;

@@ -268,6 +268,8 @@ class BufferModel(Model):
         separate = any(len(layer.gate_up) > 1 for layer in self.weights.layers)
         if largest := max(self._split_bytes(), default=0):
             self.ops.partial_sums(largest)
+        if self.int8_prefill and routes.has_matrices(gpu.caps):
+            self.ops.halves(2 * rows * max(c.dim, c.q_width, c.ffn_dim))
         # [m, experts used, ffn], for gate_and_up
         self.up = gpu.zeros(rows * c.hidden_width * 4, "up") if separate else None
         self._allocate_experts()

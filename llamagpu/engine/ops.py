@@ -225,6 +225,7 @@ class Ops:
         self.grids: dict[object, GridFunction] = {}  # layers share them
         self.scratch: list[Buffer] = []
         self._partial_sums: Buffer | None = None
+        self._halves: Buffer | None = None
 
     # From routes to kernels
 
@@ -247,6 +248,9 @@ class Ops:
         for role in route.parts:
             if role in (Role.WEIGHT, Role.BLOCK, Role.PLANES):
                 names += [*scales, f"{role}_{words}"]
+            elif role is Role.HALVES:
+                own = ["half2", "halves_q4"] if storage is Storage.Q4 else [f"planes_{words}", "half2", "halves_bytes"]
+                names += [*scales, *own]
             elif role is Role.DOT:
                 names += [*scales, *self._dot_parts(storage, inputs, prologue, int8_block)]
             elif role is Role.REDUCE:
@@ -254,7 +258,7 @@ class Ops:
             elif role is Role.EPILOGUE and epilogue:
                 names.append(epilogue)
                 if epilogue.to_int8:
-                    names += [int8_block] + ["hidden"] * (Role.PLANES not in route.parts)
+                    names += [int8_block] + ["hidden"] * (Role.DOT in route.parts)
             elif role is Role.INT8_BLOCK:
                 names.append(int8_block)
             elif role is Role.TEXTURE:
@@ -363,6 +367,9 @@ class Ops:
                 consts["FIRST_CANDIDATE"] = candidates
                 candidates += self.workgroups(route, shape)
             bindings = shard.bindings | dict(output.bindings) | {"x": x}
+            if Role.HALVES in route.parts:
+                dispatches += self.widen(x, shape, output.bindings) if shard is matrix.shards[0] else ()
+                bindings["x"] = self.halves(m * shape.k * 2)
             # bias and norm are bound even where they are not read
             bindings |= {"bias": matrix.bias or self.step, "norm": x} | dict(prologue.bindings)
             grid, epilogue, total = self.grid(route, shape, m), output.epilogue, list[Dispatch]()
@@ -388,8 +395,20 @@ class Ops:
         shape = matrix.shards[0].shape(m, inputs, epilogue=Epilogue.ADD)
         splits = self.splits(routes.select(routes.LINEAR, shape, self.gpu.caps), shape)
         if splits and len(matrix.shards) == 1 and matrix.bias is None and routes.sums_in_norm(shape):
-            return dispatches[:1], splits
+            return dispatches[:-1], splits
         return dispatches, None
+
+    def widen(self, x: Bindable, shape: Linear, bindings: Mapping[str, Bindable]) -> list[Dispatch]:
+        """The inputs of linear_matrix as f16 blocks."""
+        bound = {"step": self.step} | dict(bindings) | {"x": x, "y": self.halves(shape.m * shape.k * 2)}
+        return [self._row_wise(routes.WIDEN, bound, shape.k, shape.m, parts=self.parts(routes.WIDEN))]
+
+    def halves(self, size: int) -> Buffer:
+        """The scratch buffer of f16 blocks, of at least `size` bytes."""
+        if self._halves is None or self._halves.size < size:
+            self._halves = self.gpu.zeros(size, "f16 blocks")
+            self.scratch.append(self._halves)
+        return self._halves
 
     def splits(self, route: Route[Linear], shape: Linear) -> Splits | None:
         """Where a linear that is split over k leaves its results."""

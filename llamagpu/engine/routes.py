@@ -67,6 +67,7 @@ class Role(StrEnum):
     WEIGHT = "weight"  # dequantises single weights
     BLOCK = "block"  # dot products of whole blocks, for CPU adapters
     PLANES = "planes"  # unpacks 32 weights into even and odd bytes
+    HALVES = "halves"  # makes 32 weights f16
     DOT = "dot"  # inputs, prologue and the dot product of 32 weights
     REDUCE = "reduce"  # sums over lanes
     EPILOGUE = "epilogue"
@@ -159,7 +160,7 @@ class Route(Generic[S]):
     @property
     def has_workgroup_epilogue(self) -> bool:
         """The kernel calls workgroup_epilogue, which sees the rows of a whole workgroup."""
-        return Role.DOT in self.parts or Role.PLANES in self.parts
+        return not {Role.DOT, Role.PLANES, Role.HALVES}.isdisjoint(self.parts)
 
 
 Table = tuple[Route[S], ...]
@@ -377,7 +378,7 @@ FUSED_BATCH = {2: (1, 4), 4: (2, 2), 8: (1, 2)}  # by token rows of a fused kern
 # A step fused and unfused on an H200 (2026-11-16), us: 1B 2 rows 446 and 678, 4 rows 622 and 723, 8 rows 925 and 864;
 # 8B 2 rows 1865 and 2075, 4 rows 2720 and 2510.
 MAX_FUSED_VALUES = 8192  # rows x dim of a fused step
-GEMM_WIDTHS = (32, 64, 128, 256)  # most token rows of the small GEMM tiles
+GEMM_WIDTHS = (32, 64, 128, 256, 512)  # most token rows of the small GEMM tiles
 
 # Likewise, and from how many token rows to how many. Two pairs of rows share what is read of x; one pair leaves more
 # lanes to a small matrix, and registers to 16 tokens. Unpacked f16 weights and f32 inputs leave none for two pairs.
@@ -501,6 +502,45 @@ def int8_tile_fits(s: Linear, rows: int, splits: int) -> bool:
     return splits == (1 if s.n % 2 or not no_extras(s) else grid_splits(s))
 
 
+# Tiles of linear_matrix, on subgroup matrices: token rows, matrix rows, strips of 16 tokens of a subgroup, teams.
+# Measured on an H200 (2026-11-16) with the matrices of Llama 1B and 8B: the wrong choice costs up to 2x. Up to 16 token
+# rows the GEMV kernels are as fast.
+MATRIX_ROWS = 17  # fewest token rows
+CORES = 132  # of an H200
+MATRIX_TILES = ((32, 128, 2, 1), (32, 64, 2, 2), (64, 64, 4, 2), (128, 128, 4, 1), (128, 64, 4, 2))
+LONG_ROWS = 4096  # k from which on a split costs less than small tiles
+
+
+def matrix_tile(s: Linear) -> tuple[int, int, int, int]:
+    """Small tiles where large ones are fewer than cores, unless long rows can be split."""
+    if s.m <= 32:
+        return MATRIX_TILES[0] if s.n >= 16384 else MATRIX_TILES[1]
+    if s.m <= 64:
+        return MATRIX_TILES[2]
+    enough = tile_count(s, 128, 128) >= 96 or s.k >= LONG_ROWS
+    return MATRIX_TILES[3] if enough else MATRIX_TILES[4]
+
+
+def matrix_splits(s: Linear) -> int:
+    """Workgroups that share a tile: 128 large ones, 256 small ones."""
+    if s.n % 2 or not no_extras(s) or s.k < LONG_ROWS:
+        return 1
+    rows, columns, *_ = matrix_tile(s)
+    tiles, wanted = tile_count(s, rows, columns), 128 if rows == 128 else 256
+    if rows == 128 and CORES < tiles < 3 * CORES // 2:  # a second round with few
+        return 2
+    return next((splits for splits in GRID_SPLITS if tiles * splits >= wanted), GRID_SPLITS[-1])
+
+
+def on_matrices(s: Linear, c: Caps) -> bool:
+    enough = s.m > 64 or (s.m >= MATRIX_ROWS and s.k >= LONG_ROWS and s.n >= LONG_ROWS)
+    return enough and has_matrices(c) and int8_tiles(s, c)
+
+
+def has_matrices(c: Caps) -> bool:
+    return c.matrix == 16 and c.subgroup == 32
+
+
 # Tiles of linear_gemm: token rows, matrix rows, k of a split-K team. As above, a smaller one is more work: on an H200
 # (2026-11-16) 38, 33, 18 and 13 TFLOP/s where they run, the next larger one 31, 12 and 7 there.
 F32_TILE_BYTES = 24576  # of workgroup memory, but for the tiles of 64 x 64
@@ -559,6 +599,20 @@ def _gemm_int8_route(rows: int, splits: int, to_blocks: bool) -> Route[Linear]:
     return Route("linear_gemm_int8", fits, needs, tile_grid, (Role.PLANES, Role.EPILOGUE), consts)
 
 
+def _matrix_route(tile: tuple[int, int, int, int], splits: int) -> Route[Linear]:
+    rows, columns, down, teams = tile
+    needs = f"int8 x, k % 64 = 0, group % 32 = 0 or 16, m >= {MATRIX_ROWS}, matrix units, tiles of {rows} x {columns}"
+    needs += f", k split {splits} times" if splits > 1 else ""
+    subgroups = teams * rows // (16 * down) * columns // 64
+    consts = {"TILE_M": rows, "TILE_N": columns, "DOWN": down, "TEAMS": teams, "WORKGROUP": 32 * subgroups}
+    consts |= {"EPILOGUE_LANES": 32, "TOKENS": 16} | ({"GRID_SPLIT": splits} if splits > 1 else {})
+
+    def fits(s: Linear, c: Caps) -> bool:
+        return on_matrices(s, c) and matrix_tile(s) == tile and matrix_splits(s) == splits
+
+    return Route("linear_matrix", fits, needs, tile_grid, (Role.HALVES, Role.EPILOGUE), consts)
+
+
 def _gemm_route(case: str, fits: Callable[[Linear, Caps], bool], consts: Consts) -> Route[Linear]:
     def tile_fits(s: Linear, c: Caps) -> bool:
         return word_aligned(s, 8) and no_extras(s) and fits(s, c)
@@ -606,6 +660,7 @@ LINEAR: Table[Linear] = (
         for case, widths, fits, consts in GEMV_BATCH_SHAPES
         if width in widths
     ),
+    *(_matrix_route(tile, splits) for tile in MATRIX_TILES for splits in GRID_SPLITS),
     *(_gemm_int8_route(rows, 1, to_blocks=True) for rows in GEMM_TILE_ROWS),
     *(_gemm_int8_route(rows, splits, to_blocks=False) for rows in GEMM_TILE_ROWS for splits in GRID_SPLITS),
     *(_gemm_route(*tile) for tile in F32_TILES),
@@ -830,6 +885,8 @@ NORM_INT8: Table[RowWise] = (
 QUANTISE: Table[RowWise] = (
     Route("quantise_int8", lambda s, c: s.width % 32 == 0, "width % 32 = 0", eighths_grid, (Role.INT8_BLOCK,)),
 )
+
+WIDEN: Route[RowWise] = Route("widen_int8", lambda s, c: True, "before linear_matrix", eighths_grid)
 
 ADD_NORM: Route[RowWise] = Route("add_rms_norm", lambda s, c: True, "-", row_grid, (Role.REDUCE,))
 

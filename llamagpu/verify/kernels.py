@@ -18,8 +18,10 @@ from llamagpu.gpu.device import Gpu
 from llamagpu.verify import reference
 from llamagpu.verify.reference import (
     F32,
+    HALVES,
     INT8_BLOCK,
     REQUANTISED,
+    REQUANTISED_HALVES,
     ROUNDED_WEIGHTS,
     Answer,
     Array,
@@ -110,13 +112,35 @@ def linear_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
         shape = weight.shape(70, *mode)
         if routes.fits_any(routes.LINEAR, shape, gpu.caps):  # the tiles take 32 KiB of workgroup memory
             yield linear_case(gpu, routes.select(routes.LINEAR, shape, gpu.caps), weight, mode, 70)
+    yield from matrix_cases(gpu, quick)
+
+
+def matrix_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
+    """Every tile of linear_matrix, whole and split over k, on one storage, and one tile on all."""
+    tiles = [route for route in routes.LINEAR if route.kernel == "linear_matrix"]
+    weights = [weight for weight in STORAGES if weight.k % 64 == 0]
+    chosen = [(route, Q4_WEIGHT) for route in tiles] + [(tiles[0], weight) for weight in weights]
+    for route, weight in chosen[: 1 if quick else None] if routes.has_matrices(gpu.caps) else ():
+        yield matrix_case(gpu, route, weight)
+
+
+def matrix_case(gpu: Gpu, route: Route[Linear], weight: Weight) -> Case:
+    """Ragged m and n; results of splits come in pairs."""
+    even = replace(weight, n=weight.n + weight.n % 2)
+    split, m = "GRID_SPLIT" in route.consts, route.consts["TILE_M"] + 5
+    return linear_case(gpu, route, even if split else weight, (Inputs.INT8, Prologue.NONE), m)
 
 
 def linear_case(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode, m: int) -> Case:
     shape = f"{weight.name}, {mode_name(mode)}, m {m}{tuning(route)}"
-    rounds = route.kernel == "linear_gemm_int8" and weight.storage.two_bytes
-    bound = ROUNDED_WEIGHTS if rounds else mode_bound(mode)
+    bound = linear_bound(route, weight, mode)
     return Case(route.kernel, shape, partial(linear, gpu, route, weight, mode, m), bound)
+
+
+def linear_bound(route: Route[Linear], weight: Weight, mode: InputMode) -> Bound:
+    if route.kernel in ("linear_gemm_int8", "linear_matrix") and weight.storage.two_bytes:
+        return ROUNDED_WEIGHTS
+    return HALVES if route.kernel == "linear_matrix" else mode_bound(mode)
 
 
 def mode_name(mode: InputMode) -> str:
@@ -181,7 +205,8 @@ def workgroup_epilogue_cases(gpu: Gpu) -> Iterator[Case]:
         for m in (1, 4, 8, 30, 70):
             for route in workgroup_epilogue_routes(gpu, weight.shape(m, inputs, epilogue=Epilogue.GLU_INT8))[:1]:
                 shape = f"{Epilogue.GLU_INT8} {weight.name}, {inputs} x, m {m}"
-                yield Case(route.kernel, shape, partial(swiglu_int8, gpu, route, inputs, m), REQUANTISED)
+                bound = REQUANTISED_HALVES if route.kernel == "linear_matrix" else REQUANTISED
+                yield Case(route.kernel, shape, partial(swiglu_int8, gpu, route, inputs, m), bound)
 
 
 def workgroup_epilogue_routes(gpu: Gpu, shape: Linear) -> list[Route[Linear]]:

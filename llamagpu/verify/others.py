@@ -9,7 +9,7 @@ from llamagpu.engine import fused_decode, routes, synthetic
 from llamagpu.engine.device_sampler import LOWEST, Candidates, DeviceSampler, SampleKind
 from llamagpu.engine.fused_decode import LITMUS_LAYERS, PROBE_SPIN_LIMIT
 from llamagpu.engine.ops import Consts, HeadBuffers, Ops, argmax_candidates
-from llamagpu.engine.routes import GridSize, Linear, Route
+from llamagpu.engine.routes import GridSize, Inputs, Linear, Route
 from llamagpu.engine.sampler import Sampling
 from llamagpu.engine.step_inputs import Segment, StepInputs
 from llamagpu.files.storage import Storage
@@ -24,6 +24,7 @@ from llamagpu.verify.reference import (
     COPIED,
     INT8_BLOCK,
     REQUANTISED,
+    ROUNDED_F16,
     Answer,
     Array,
     Case,
@@ -51,6 +52,7 @@ def other_cases(gpu: Gpu) -> Iterator[Case]:
             if fits(route, weight.shape(1), gpu.caps):
                 yield Case(route.kernel, weight.name, partial(embed, gpu, route, weight), COPIED)
     yield Case("quantise_int8", "width 576, m 5", partial(quantise, gpu), REQUANTISED)
+    yield Case("widen_int8", "width 576, m 5", partial(widen, gpu), ROUNDED_F16)
     yield from architecture_cases(gpu)
     yield from expert_cases(gpu)
     yield Case("copy_page", "3 KV heads", partial(copy_page, gpu), COPIED)
@@ -83,6 +85,19 @@ def quantise(gpu: Gpu) -> Answer:
     y = gpu.zeros(5 * 18 * INT8_BLOCK.itemsize, "y")
     run(gpu, [Ops(gpu, step_buffer(gpu, 5)).quantise(gpu.upload(x, "x"), y, 576, 5)], 5)
     return dequantise_blocks(read_blocks(gpu, y, 5, 18)), round_int8(x)
+
+
+def widen(gpu: Gpu) -> Answer:
+    """A block of large values is cut at the largest f16."""
+    x, _ = norm_data(576, 5)
+    x[2, 64:96] *= 1e5
+    blocks, make = gpu.zeros(5 * 18 * INT8_BLOCK.itemsize, "blocks"), Ops(gpu, step_buffer(gpu, 5))
+    shape = Q4_WEIGHT.shape(5, Inputs.INT8)
+    run(gpu, [make.quantise(gpu.upload(x, "x"), blocks, 576, 5), *make.widen(blocks, shape, {})], 5)
+    halves = gpu.read(make.halves(0), np.float16, 5 * 576).reshape(5, 18, 4, 4, 2)  # [m, block, pair, eight, of pair]
+    found = halves.transpose(0, 1, 3, 4, 2).reshape(5, 576)
+    largest = float(np.finfo(np.float16).max)
+    return found.astype(np.float64), np.clip(dequantise_blocks(read_blocks(gpu, blocks, 5, 18)), -largest, largest)
 
 
 def argmax(gpu: Gpu) -> Answer:

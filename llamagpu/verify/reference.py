@@ -34,6 +34,9 @@ COPIED = (1e-13, 3e-7)  # one product and one sum in f32, perhaps fused
 # f32 sums rounded to int8: a value near a tie may round differently, by 1/127 of the largest value
 REQUANTISED = (1e-5, 5e-3)
 ROUNDED_WEIGHTS = (1e-4, 2e-2)  # f16 weights that a kernel rounds to int8
+ROUNDED_F16 = (1e-7, 2**-11)  # at most 2^-11 of a value, 2^-22 / 3 of its square on average
+HALVES = (1e-6, 2e-3)  # weights and inputs that a kernel rounds to f16
+REQUANTISED_HALVES = (3e-5, 1e-2)
 
 
 @dataclass(frozen=True, slots=True)

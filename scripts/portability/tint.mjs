@@ -28,8 +28,10 @@ console.log(JSON.stringify(messages));
 process.exit(0);
 
 async function compile(device, source, withPipeline) {
-  // naga, which compiles the kernels elsewhere, does not parse this line
-  const code = (/\bsubgroup(_size|[A-Z])/.test(source.replace(/\/\/.*/g, '')) ? 'enable subgroups; ' : '') + source;
+  // naga, which compiles the kernels elsewhere, does not parse these lines
+  const bare = source.replace(/\/\/.*/g, '');
+  const matrices = bare.includes('subgroup_matrix') ? 'enable f16; enable chromium_experimental_subgroup_matrix; ' : '';
+  const code = (/\bsubgroup(_|[A-Z])/.test(bare) ? 'enable subgroups; ' : '') + matrices + source;
   device.pushErrorScope('validation');
   const module = device.createShaderModule({ code });
   const found = (await module.getCompilationInfo()).messages.map((m) => `${m.lineNum}:${m.linePos} ${m.type}: ${m.message}`);
