@@ -38,6 +38,7 @@ from llamagpu.engine.step_inputs import Segment
 from llamagpu.engine.synthetic import synthetic_config
 from llamagpu.files.architectures import QkNorm
 from llamagpu.files.config import LayerKind
+from llamagpu.verify.kernels import HALF_ATTENTION, INT8_ATTENTION
 from llamagpu.verify.reference import (
     F32,
     INT8_BLOCK,
@@ -391,7 +392,7 @@ def test_attend_tile(gpu, case, int8_out):
     check_tiles(gpu, case, table, case.shape(MOST), int8_out, F32, TILE_STEPS[2:3])
 
 
-INT8_ATTENTION = (2e-4, 3e-2)  # queries, keys, weights and values in int8; the same for int8 blocks of the results
+ON_MATRICES = next(route for route in routes.ATTEND if route.kernel == "attend_matrix")
 LARGE, SMALL = (route for route in routes.ATTEND if route.kernel == "attend_int8")
 # llvmpipe takes seconds to compile the kernel: few cases, each with something of its own. Large tiles are for heads of
 # 128, for which it has no memory.
@@ -417,12 +418,28 @@ def test_attend_int8_with_8_lanes(gpu):
     in_process_with_lanes(gpu, 8, "test_attend_int8 and not lanes")
 
 
+MATRIX = [
+    pytest.param(Heads(64, 12, 2, KV_F16), 3, False, id="splits"),
+    pytest.param(Heads(128, 2, 1, KV_F16, window=40), 1, True, id="window"),
+    pytest.param(Heads(64, 4, 2, KV_F16), 1, False, id="whole"),
+]
+
+
+@covers("attend_matrix")
+@pytest.mark.parametrize("case, splits, int8_out", MATRIX)
+def test_attend_matrix(gpu, case, splits, int8_out):
+    if not routes.has_matrices(gpu.caps):
+        pytest.skip("the adapter has no subgroup matrices")
+    shape = replace(case.shape(MOST, splits), segments=SLOTS, half=True)
+    check_tiles(gpu, case, always(ON_MATRICES), shape, int8_out, HALF_ATTENTION, TILE_STEPS)
+
+
 LONGEST = [
     *(
         (r, d)
         for r in (*routes.ATTEND, baselines.ATTEND_STRIDED)
         for d in (64, 256)
-        if r.kernel not in ("attend_any", "attend_int8")
+        if r.kernel not in ("attend_any", "attend_int8", "attend_matrix")
     ),
     *((routes.ATTEND[-1], d) for d in (6, 130, 260)),
 ]

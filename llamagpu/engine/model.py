@@ -233,6 +233,7 @@ class BufferModel(Model):
         self.norm_in_linear = routes.norm_in_linear(config.dim, gpu.caps)
         # Attention of many rows in int8 and f16. Biases can make keys so large that int8 does not tell them apart.
         self.int8_attention = self.int8_prefill and all(layer.qkv.bias is None for layer in weights.layers)
+        self.half_attention = self.int8_prefill and cache.kv_type is KvType.F16
         int8 = self.int8_decode and self.int8_prefill
         widths = fused_widths(config, weights, int8, cache.kv_type, gpu.caps) if cache.fused else ()
         self._allocate(max(widths, default=0))
@@ -262,7 +263,8 @@ class BufferModel(Model):
         blocks = int8_rows * INT8_BLOCK_BYTES
         self.h_int8 = gpu.zeros(blocks * widest // 32, "h_int8")  # [m, dim/32] blocks: normalised, then attended
         self.act_int8 = gpu.zeros(blocks * c.hidden_width // 32, "act_int8")  # [m, experts used, ffn/32] blocks
-        splits = c.heads * (routes.MAX_SPLIT_ROWS if self.int8_kv else routes.MAX_SPLITS)
+        tiles = self.int8_kv or (self.half_attention and routes.has_matrices(gpu.caps))
+        splits = c.heads * (routes.MAX_SPLIT_ROWS if tiles else routes.MAX_SPLITS)
         self.partial = gpu.zeros(splits * c.head_dim * 4, "partial")  # [m, heads, splits, head_dim]
         self.stats = gpu.zeros(splits * 8, "stats")  # [m, heads, splits] (top, total)
         separate = any(len(layer.gate_up) > 1 for layer in self.weights.layers)
@@ -370,7 +372,8 @@ class BufferModel(Model):
         int8, bucket = self.int8_attention and self.int8_kv is not None, max(1, bucket)
         if kind and kind.window:
             bucket = min(bucket, routes.context_bucket(kind.window))
-        return routes.in_splits(attention_shape(self.config, m, segments, bucket, int8, kind), self.gpu.caps)
+        shape = attention_shape(self.config, m, segments, bucket, int8, kind, self.half_attention)
+        return routes.in_splits(shape, self.gpu.caps)
 
     def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]:
         m, head = key.segments, self.weights.output  # rows of the output head

@@ -203,11 +203,12 @@ def attention_shape(
     bucket: int = 1,
     int8: bool = False,
     kind: LayerKind | None = None,
+    half: bool = False,
 ) -> Attention:
     """Of a layer of this kind, or of the one with the longest window."""
     c, window = config, config.window if kind is None else kind.window
     own = Attention(m, c.heads, c.kv_heads, c.head_dim, window, c.attn_scale, 1, segments, bucket, int8)
-    return replace(own, soft_cap=c.attn_soft_cap, sinks=c.sinks)
+    return replace(own, half=half, soft_cap=c.attn_soft_cap, sinks=c.sinks)
 
 
 class Ops:
@@ -679,7 +680,7 @@ class Ops:
         if route.kernel == "attend_tile":
             owners = {"OWNERS": routes.tile_owners(shape.head_dim)}
             settings |= owners | {"INT8": mode.int8_out, "ONE_SEGMENT": shape.segments == 1}
-        if route.kernel in ("attend_split", "attend_int8"):
+        if route.kernel in ("attend_split", "attend_int8", "attend_matrix"):
             assert buffers.stats is not None, f"{route.kernel} leaves statistics"
             bindings["stats"] = buffers.stats
             settings["INT8"] = mode.int8_out
@@ -692,6 +693,8 @@ class Ops:
             if mode.kv_type is KvType.Q8_0:
                 settings["OWN_ROW"] = mode.own_row
                 bindings["kv_rows"] = buffers.kv_rows or buffers.q  # bound even where it is not read
+        if route.kernel == "attend_matrix":
+            settings |= {"SPLITS": shape.splits, "ONE_SEGMENT": shape.segments == 1}
         if route.kernel == "attend_int8":
             assert buffers.int8_kv is not None, "attend_int8 reads what quantise_kv leaves"
             settings |= {"SPLITS": shape.splits, "ONE_SEGMENT": shape.segments == 1}

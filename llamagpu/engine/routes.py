@@ -129,6 +129,7 @@ class Attention:
     segments: int = 1  # sequences that the rows belong to
     bucket: int = 1  # context bucket, see CONTEXT_BUCKETS
     int8: bool = False  # many rows may multiply in int8
+    half: bool = False  # many rows may multiply in f16, as which keys and values are stored
     soft_cap: float = 0.0  # scores s become c tanh(s / c)
     sinks: bool = False  # each head has one score more, without a value
 
@@ -943,6 +944,12 @@ def large_int8_tiles(s: Attention, c: Caps) -> bool:
     return s.head_dim == 128 and s.m >= LARGE_TILE_ROWS and int8_attention(s, c, 256)
 
 
+def matrix_attention(s: Attention, c: Caps) -> bool:
+    """Whether attend_matrix may and can run: enough rows for tiles of 64, a row for each query head of a KV head."""
+    heads = s.head_dim in (64, 128) and s.heads_per_kv <= 64 and not s.soft_cap and not s.sinks
+    return s.half and s.m > 64 and heads and has_matrices(c) and matrix_attention_bytes(s.head_dim) <= c.shared_bytes
+
+
 ATTEND: Table[Attention] = (
     Route(
         "attend_split",
@@ -950,6 +957,14 @@ ATTEND: Table[Attention] = (
         "few rows or positions, head_dim % 64 = 0, a subgroup for each head of a KV head",
         lambda s, c, caps, rows, position: (s.kv_heads, s.splits, rows),
         (Role.KV_RUN, Role.PAGES, Role.INT8_BLOCK),
+    ),
+    Route(
+        "attend_matrix",
+        matrix_attention,
+        "m > 64, f16 will do, matrix units, head_dim 64 or 128, 64 heads to a KV head",
+        int8_tile_grid,
+        (Role.PAGES, Role.INT8_BLOCK),
+        {"WORKGROUP": 128},
     ),
     Route(
         "attend_int8",
@@ -1010,7 +1025,12 @@ STORE_KV: Route[Attention] = Route(
     lambda s, c, caps, rows, position: fold(-(-rows * 2 * s.kv_heads * -(-s.head_dim // 64) // c["WORKGROUP"]), caps),
     (Role.KV_LAYOUT, Role.INT8_BLOCK),
 )
-QUANTISING_ATTENTION = ("attend_split", "attend_int8", "attend_tile")  # these can write int8 blocks themselves
+QUANTISING_ATTENTION = (
+    "attend_split",
+    "attend_int8",
+    "attend_matrix",
+    "attend_tile",
+)  # these can write int8 blocks themselves
 
 
 def attention_quantises(s: Attention, caps: Caps) -> bool:
@@ -1034,6 +1054,11 @@ def int8_tile_bytes(head_dim: int, workgroup: int) -> int:
     """Workgroup memory of attend_int8: a kv tile with its scales, queries, weights and their factors."""
     rows = workgroup // 2
     return 128 * head_dim + 512 + head_dim * (rows + 2) + 64 * (rows + 4) + 32 * rows
+
+
+def matrix_attention_bytes(head_dim: int) -> int:
+    """Workgroup memory of attend_matrix: 64 keys or values, scores and weights of 64 rows."""
+    return 64 * (2 * head_dim + 16) + 64 * (17 + 9) * 16 + 16
 
 
 def int8_kv_bytes(s: Attention, capacity: int) -> int:
@@ -1080,7 +1105,7 @@ def in_splits(s: Attention, caps: Caps) -> Attention:
     kernel = select(ATTEND, s, caps).kernel
     if kernel == "attend_split":
         return replace(s, splits=split_count(s.bucket, s.kv_heads, s.m))
-    return replace(s, splits=int8_split_count(s, caps)) if kernel == "attend_int8" else s
+    return replace(s, splits=int8_split_count(s, caps)) if kernel in ("attend_int8", "attend_matrix") else s
 
 
 @cache

@@ -277,6 +277,7 @@ def two_step_norm(gpu: Gpu, width: int, m: int) -> Answer:
 CAPACITY = 256
 ROUNDED_Q8_0 = (1e-5, 1e-2)  # a value near a tie may round differently
 INT8_ATTENTION = (2e-4, 3e-2)  # everything in int8; the same for int8 blocks of the results
+HALF_ATTENTION = (2e-5, 1e-2)  # queries and weights in f16
 HEADS = ((4, 2, 64), (2, 1, 128), (2, 1, 48), (2, 2, 6))  # heads, KV heads, head_dim
 
 
@@ -313,6 +314,20 @@ def attention_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
                 if fits(route, shape, gpu.caps) and (int8_out or not quick):
                     name = f"heads of {head_dim} in int8, m 33 at 65, {shape.splits} splits, {result}"
                     yield Case("attend_int8", name, partial(attend, gpu, route, shape, 65, mode), INT8_ATTENTION)
+    yield from matrix_attention_cases(gpu, quick)
+
+
+def matrix_attention_cases(gpu: Gpu, quick: bool = False) -> Iterator[Case]:
+    """attend_matrix on both sizes of heads, whole and split, also with scores that grow far."""
+    route = next(route for route in routes.ATTEND if route.kernel == "attend_matrix")
+    modes = ((1, 1, False), (1, 8, True), (2, 8, False))
+    cases = [(heads, *mode) for heads in HEADS[:2] for mode in modes]
+    for (heads, kv_heads, head_dim), splits, sharpness, int8_out in cases[: 1 if quick else None]:
+        shape = Attention(70, heads, kv_heads, head_dim, scale=head_dim**-0.5, splits=splits, half=True)
+        if fits(route, shape, gpu.caps):
+            name = f"{heads} heads of {head_dim}, m 70 at 130, queries times {sharpness}, {splits} splits"
+            compare = partial(attend, gpu, route, shape, 130, AttentionMode(KvType.F16, int8_out), sharpness)
+            yield Case(route.kernel, name, compare, REQUANTISED_HALVES if int8_out else HALF_ATTENTION)
 
 
 def store_kv(gpu: Gpu, shape: Attention, position: int) -> Answer:
@@ -327,10 +342,12 @@ def store_kv(gpu: Gpu, shape: Attention, position: int) -> Answer:
     return cells, round_kv(kv, kv_type).transpose(1, 2, 0, 3)
 
 
-def attend(gpu: Gpu, route: Route[Attention], shape: Attention, position: int, mode: AttentionMode) -> Answer:
+def attend(
+    gpu: Gpu, route: Route[Attention], shape: Attention, position: int, mode: AttentionMode, sharpness: float = 1
+) -> Answer:
     m = shape.m
     rng = random(f"attention {shape.heads, shape.kv_heads, shape.head_dim}")
-    q = rng.standard_normal((m, shape.heads, shape.head_dim)).astype(np.float32)
+    q = sharpness * rng.standard_normal((m, shape.heads, shape.head_dim)).astype(np.float32)
     k, v = round_kv(rng.standard_normal((2, shape.kv_heads, CAPACITY, shape.head_dim)), mode.kv_type)
     keys, values = (gpu.upload(cache_bytes(a, mode.kv_type), "cache") for a in (k, v))
     y, partial_sums = gpu.zeros(q.nbytes, "y"), gpu.zeros(q.nbytes * shape.splits, "partial")

@@ -12,7 +12,7 @@ import { pathToFileURL } from 'node:url';
 const [packageFolder, folder] = process.argv.slice(2);
 const { create, globals } = await import(pathToFileURL(join(packageFolder, 'index.js')));
 Object.assign(globalThis, globals);
-const gpu = create(['backend=null']);
+const gpu = create(['backend=null', 'enable-dawn-features=allow_unsafe_apis']);  // matrices are experimental
 const messages = [];
 
 for (const [name, { features, minimumLimits }] of Object.entries(JSON.parse(readFileSync(join(folder, 'devices.json'))))) {
