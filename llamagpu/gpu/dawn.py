@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from llamagpu.errors import NoAdapter
 from llamagpu.gpu.caps import Library
 from llamagpu.gpu.guard import device_lost, ending
-from llamagpu.gpu.webgpu import GPUError, GPUOutOfMemoryError, GPUValidationError, Launch, record_launches
+from llamagpu.gpu.webgpu import GPUError, GPUOutOfMemoryError, GPUValidationError, Launch, quiet_mesa, record_launches
 
 ffi = FFI()
 ffi.cdef("""
@@ -175,8 +175,10 @@ def library_path() -> Path:
 
 @cache
 def library_digest(path: Path) -> str:
+    """By the size and the first MiB, which has the build's id: all 130 MB would take a tenth of a second."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()[:16]
+        start = file.read(1 << 20)
+    return hashlib.blake2b(start + str(path.stat().st_size).encode(), digest_size=8).hexdigest()
 
 
 @cache
@@ -187,7 +189,7 @@ def load_functions(path: Path) -> SimpleNamespace:
         members = ffi.typeof("Functions").fields
         return SimpleNamespace(**{name: ffi.cast(member.type, find("wgpu" + name)) for name, member in members})
     except (OSError, AttributeError, KeyError, struct.error) as error:
-        raise NoAdapter(f"{path} is no library of Dawn that can be used: {error}", REMEDY_LIBRARY) from error
+        raise NoAdapter(f"it has not the functions of Dawn ({error})", REMEDY_LIBRARY) from error
 
 
 def find_functions(path: Path) -> Any:
@@ -315,6 +317,7 @@ instance = cache(Instance)
 
 def dawn_adapters(path: Path, backend: int | None = None) -> list["DawnAdapter"]:
     """Dawn's C functions list no adapters: those that it gives for high and low power, and a software one."""
+    quiet_mesa()
     number = PLATFORM_BACKEND.get(sys.platform, BACKEND_NUMBERS["Vulkan"]) if backend is None else backend
     wanted = ((2, False), (1, False), (2, True))
     found = [instance(path).adapter(power, fallback, number) for power, fallback in wanted]
@@ -326,7 +329,7 @@ class DawnAdapter:
         self.instance, self.handle, functions = instance, handle, instance.functions
         offered, info, limits = ffi.new("Features *"), ffi.new("AdapterInfo *"), ffi.new("Limits *")
         functions.AdapterGetFeatures(handle, offered)
-        numbers = set(ffi.unpack(offered.list, offered.count))
+        numbers = {offered.list[i] for i in range(offered.count)}
         self.features = {name for name, number in FEATURES.items() if number in numbers}
         self.synchronized = SYNCHRONIZED in numbers
         configs = ffi.new("MatrixConfigs *", ((ffi.NULL, CHAINED_MATRICES),))
