@@ -87,6 +87,8 @@ class ComposingGpu(DryGpu):
     def device(self) -> Any:
         raise ComposedError
 
+    native = device
+
     def dispatch(self, *args: Any, **more: Any) -> Dispatch:
         return self._keep(super().dispatch(*args, **more))
 

@@ -142,7 +142,7 @@ class Gpu:
             shared_bytes=limits["max-compute-workgroup-storage-size"],
             invocations=limits["max-compute-invocations-per-workgroup"],
             storage_buffers=storage_buffers,
-            texture_side=0 if self.info["library"] == "dawn" else limits["max-texture-dimension-2d"],
+            texture_side=limits["max-texture-dimension-2d"],
             scalar=os.environ.get("LLAMAGPU_SCALAR") == "1",
             shader_f16="shader-f16" in self.features,
             coherent=coherent,

@@ -55,7 +55,7 @@ def verify(gpu: Gpu, quick: bool = False, seen: Callable[[Check], None] | None =
     """Run all checks, give each to `seen` when it is done, and save the results."""
     checks: list[Check] = []
     started = time.time()
-    textures = texture_cases(gpu) if gpu.caps.textures else ()  # no other adapter uses them
+    textures = texture_cases(gpu) if gpu.caps.cpu else ()  # no other adapter uses them
     for case in (*kernel_cases(gpu, quick), *other_cases(gpu), *textures, *model_cases(gpu, quick)):
         try:
             found, error = errors(*case.compare()), ""
