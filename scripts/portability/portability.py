@@ -1,7 +1,7 @@
-"""Runs the kernels on other implementations than Mesa's: `scripts/test --portability [swiftshader|dawn|opengl|tint ...]`.
+"""Runs the kernels on other implementations: `scripts/test --portability [swiftshader|dawn|opengl|tint ...]`.
 
-SwiftShader, with wgpu and with Dawn, and OpenGL run the kernel tests and the tiny models. Tint, which compiles WGSL in browsers, compiles every
-composed kernel. What they need is fetched once, into the virtual environment.
+SwiftShader, by wgpu and by Dawn, and OpenGL run the kernel tests and the tiny models. Tint, which compiles WGSL in
+browsers, compiles every composed kernel. What they need is fetched once, into the virtual environment.
 """
 
 import json
