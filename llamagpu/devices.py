@@ -3,18 +3,21 @@
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import groupby
 from typing import Any
 
 from llamagpu.engine.engine import Engine
 from llamagpu.engine.routes import Attention, ExpertLinear, Linear, Prologue, RowWise
-from llamagpu.errors import LlamaGpuError
+from llamagpu.errors import LlamaGpuError, NoAdapter
 from llamagpu.files.storage import Storage
-from llamagpu.gpu.adapters import list_adapters, select_adapter
-from llamagpu.gpu.caps import FEATURES, MINIMUM_LIMITS, Grid, below_minimum
+from llamagpu.gpu.caps import FEATURES, MINIMUM_LIMITS, Grid, Library, below_minimum
+from llamagpu.gpu.choice import choose_adapter, list_adapters
 from llamagpu.gpu.device import Dispatch
 from llamagpu.gpu.recorder import Step
+from llamagpu.gpu.webgpu import Adapter
 from llamagpu.verify.verify import verified_line
 
 PROMPT_ROWS = (4, 16, 512)  # token rows of the prefill steps that are listed: short prompts, a chunk of a long one
@@ -33,28 +36,44 @@ class BadDispatch(LlamaGpuError):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    number: int
+    library: str  # --backend
+    number: int  # --device
     name: str
     type: str
     backend: str
     driver: str
     chosen: bool
     why: str
+    library_why: str  # why its implementation is the chosen one
     features: list[str]
     limits: dict[str, int]
     missing: str  # what does not run on it, and why
+    matrix: int  # side of f16 subgroup matrices
     verified: str
 
 
 def list_devices(wanted: str | None) -> list[Device]:
-    found = list_adapters()
-    chosen = select_adapter(found, wanted)
-    return [describe(i, adapter, adapter is chosen, wanted) for i, adapter in enumerate(found)]
+    """The adapters of wgpu, then those of Dawn."""
+    listed = cache(list_adapters)
+    chosen, library_why = choose_adapter(wanted, listed)
+    found = list(enumerate(listed(Library.WGPU)))
+    with suppress(NoAdapter):
+        found += enumerate(listed(Library.DAWN))
+    return [describe(i, adapter, adapter is chosen, wanted, library_why) for i, adapter in found]
 
 
-def describe(number: int, adapter: Any, chosen: bool, wanted: str | None) -> Device:
+def why_no_dawn() -> str:
+    """Why Dawn has no adapters here."""
+    try:
+        return "" if list_adapters(Library.DAWN) else "it finds no adapter"
+    except NoAdapter as error:
+        return error.cause
+
+
+def describe(number: int, adapter: Adapter, chosen: bool, wanted: str | None, library_why: str) -> Device:
     info = adapter.info
     return Device(
+        library=info["library"],
         number=number,
         name=info["device"],
         type=info["adapter_type"],
@@ -62,9 +81,11 @@ def describe(number: int, adapter: Any, chosen: bool, wanted: str | None) -> Dev
         driver=info["description"],
         chosen=chosen,
         why=reason(info["adapter_type"], wanted) if chosen else "",
+        library_why=library_why if chosen else "",
         features=[feature for feature in FEATURES if feature in adapter.features],
         limits={name: adapter.limits[name] for name in MINIMUM_LIMITS},
         missing=missing(adapter.features, adapter.limits),
+        matrix=adapter.matrix,
         verified=verified_line(info),
     )
 
@@ -86,8 +107,9 @@ def reason(adapter_type: str, wanted: str | None) -> str:
 
 def device_lines(found: list[Device]) -> Iterator[str]:
     for d in found:
-        used = f"  <- used: {d.why}" if d.chosen else ""
-        facts = ", ".join(filter(None, (d.type, d.backend, d.driver)))  # SwiftShader names no driver
+        used = f"  <- used: {d.why}; {d.library}: {d.library_why}" if d.chosen else ""
+        matrices = f"matrices of {d.matrix}x{d.matrix}" if d.matrix else ""
+        facts = ", ".join(filter(None, (d.type, d.backend, d.driver, d.library, matrices)))  # some name no driver
         yield f"{d.number}: {d.name} ({facts}){used}"
         yield f"   features: {', '.join(d.features) or 'none'}"
         limits = (f"{name.removeprefix('max-')} {value}" for name, value in d.limits.items())
@@ -95,6 +117,8 @@ def device_lines(found: list[Device]) -> Iterator[str]:
         if d.missing:
             yield f"   {d.missing}"
         yield f"   {d.verified}"
+    if why := why_no_dawn():
+        yield f"dawn: {why}"
 
 
 # Dispatches

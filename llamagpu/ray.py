@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamagpu.errors import BadArgument, DeviceLost, LlamaGpuError, WrongState
-from llamagpu.gpu.adapters import list_adapters
-from llamagpu.gpu.caps import NVIDIA
+from llamagpu.gpu.caps import NVIDIA, Library
+from llamagpu.gpu.choice import list_adapters
 from llamagpu.llama import Generation, Grammar, Llama, Sampling, load
 
 Column = NDArray[Any]
@@ -108,7 +108,7 @@ def actor_device() -> str | None:
     except ImportError:
         return None
     given = ray.get_runtime_context().get_accelerator_ids().get("GPU") if ray.is_initialized() else None
-    return adapter_of(given[0], [adapter.info for adapter in list_adapters()]) if given else None
+    return adapter_of(given[0], [adapter.info for adapter in list_adapters(Library.WGPU)]) if given else None
 
 
 def adapter_of(gpu: str, adapters: Sequence[Mapping[str, Any]]) -> str | None:

@@ -88,9 +88,7 @@ class ComposingGpu(DryGpu):
     def device(self) -> Any:
         raise ComposedError
 
-    @property
-    def native(self) -> Any:
-        raise ComposedError
+    native = device
 
     def dispatch(self, *args: Any, **more: Any) -> Dispatch:
         return self._keep(super().dispatch(*args, **more))

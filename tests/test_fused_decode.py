@@ -675,7 +675,7 @@ def test_a_cache_that_cannot_be_written(compared, tmp_path, monkeypatch):
     ],
 )
 def test_where_layers_are_fused(monkeypatch, info, coherent, wanted):
-    """Measured on NVIDIA's Vulkan driver with wgpu; compared with Dawn and where buffers are coherent; by hand anywhere."""
+    """Measured on NVIDIA's Vulkan driver with wgpu, compared with Dawn and coherent buffers, by hand anywhere."""
     monkeypatch.delenv("LLAMAGPU_FUSED", raising=False)
     allowed, compared = wanted
     assert grid_barrier_allowed(info, coherent) == allowed

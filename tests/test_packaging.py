@@ -39,7 +39,12 @@ LAYERS = [
     {"__main__"},
 ]
 # Narrower than the layers allow.
-ONLY = {"hub": {"hub", "errors", "progress", "files.atomic", "files.cache", "files.architectures"}, "__main__": {"cli"}}
+ONLY = {
+    "gpu": {"gpu", "errors", "files.atomic", "files.cache"},
+    "hub": {"hub", "errors", "progress", "files.atomic", "files.cache", "files.architectures"},
+    "__main__": {"cli"},
+}
+ONE_PLACE = {"wgpu": "gpu", "cffi": "gpu"}  # libraries that one package alone imports
 BARRED_LIBRARIES = {"files": {"wgpu", "gguf"}, "gpu": {"gguf", "tokenizers", "jinja2"}}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
@@ -100,6 +105,12 @@ def test_import_direction(source):
     package = source.relative_to(PACKAGE).parts[0].removesuffix(".py")
     names = imports(ast.parse(source.read_text()))
     assert not wrong_imports(package, names), f"{package} may import {allowed(package)}"
+
+
+@pytest.mark.parametrize("library", ONE_PLACE)
+def test_a_library_is_imported_in_one_package(library):
+    users = [s for s in SOURCES if library in {n.split(".")[0] for n in imports(ast.parse(s.read_text()))}]
+    assert {source.parent.name for source in users} == {ONE_PLACE[library]}
 
 
 def test_import_direction_sees_every_import():

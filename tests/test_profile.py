@@ -181,7 +181,7 @@ def made_up() -> Profile:
     prefill = Phase("prefill of 4 at 0", 1, 4, timings, 4.5e5, 5e5, span)
     decode_span = replace(span, began=11.0, recorded=11.1, submitted=11.2, done=11.3)
     decode = Phase("2 tokens at 4", 2, 2, timings * 2, 9e5, 1e6, decode_span, fused_ns=7e5)
-    return Profile("a <b> & c", "GPU", "1.0", "fast", 1e12, 1e13, 4e13, (prefill, decode))
+    return Profile("a <b> & c", "GPU", "1.0", "wgpu", "fast", 1e12, 1e13, 4e13, (prefill, decode))
 
 
 def test_text() -> None:

@@ -281,7 +281,7 @@ def test_all_checks_run_and_the_worst_code_counts(checkout, lint, tests, worst):
 def test_portability_names_its_jobs(checkout):
     code, out, err = checkout.run("--portability", "metal", script="scripts/test")
     assert (code, out) == (2, "")
-    assert err.endswith("no job is called 'metal': choose tint, swiftshader, opengl\n")
+    assert err.endswith("no job is called 'metal': choose tint, swiftshader, dawn, opengl\n")
 
 
 @pytest.mark.slow

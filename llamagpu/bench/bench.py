@@ -338,7 +338,7 @@ def case_facts(facts: ModelFacts, engine: Engine, case: BenchCase) -> Row:
         "tensor_split": "0.00", "tensor_buft_overrides": "none", "load_mode": "mmap", "embeddings": False,
         "no_op_offload": 0, "no_host": False, "fit_target": 0, "fit_min_ctx": 0, "n_prompt": case.n_prompt,
         "n_gen": case.n_gen, "n_depth": case.n_depth, "gpu_bytes_peak": gpu.peak_bytes, "adapter": gpu.name,
-        "driver": gpu.info["description"], "backend": gpu.info["library"], "wgpu_version": gpu.info["version"],
+        "driver": gpu.info["description"], "backend": str(gpu.info["library"]), "wgpu_version": gpu.info["version"],
         "kernel_set": kernel_set(), "precision": str(engine.model.precision),
     }  # fmt: skip
 

@@ -125,7 +125,7 @@ def cells(r: Result) -> list[str]:
 
 def note(gpu: Gpu, text: str = "") -> str:
     """The note of a kernel on buffers. On a CPU models run on textures, with other kernels."""
-    return "; ".join(filter(None, (text, NOT_USED if gpu.caps.textures else "")))
+    return "; ".join(filter(None, (text, NOT_USED if gpu.caps.cpu else "")))
 
 
 # Linears
@@ -155,7 +155,7 @@ def selected(times: LinearTimes, m: int) -> Iterator[tuple[str, Timed]]:
     """The kernels that the routes select for f32 and int8 activations, and for the texture backend."""
     for inputs in (Inputs.F32, Inputs.INT8):
         yield note(times.gpu, f"x in {inputs}"), times.time(m, inputs=inputs)
-    if times.gpu.caps.textures:
+    if times.gpu.caps.cpu:
         yield "x in textures", times.time_texture(m)
 
 

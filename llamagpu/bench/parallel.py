@@ -23,8 +23,8 @@ from llamagpu.gpu.device import Gpu, map_device_lost
 COLUMNS = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
 FIELDS = (
     "build_commit", "model_filename", "model_type", "type_k", "pp", "tg", "pl", "is_pp_shared", "n_kv", "t_pp",
-    "speed_pp", "t_tg", "speed_tg", "t", "speed", "test_time", "adapter", "driver", "wgpu_version", "kernel_set",
-    "precision",
+    "speed_pp", "t_tg", "speed_tg", "t", "speed", "test_time", "adapter", "driver", "backend",
+    "wgpu_version", "kernel_set", "precision",
 )  # fmt: skip
 GREEDY = Sampling(temperature=0)
 

@@ -24,14 +24,14 @@ OUR_FIELDS = (
     "median_ts", "ttft_ns", "itl_p50_ns", "itl_p95_ns", "gpu_ns", "encode_ns", "submit_ns",
     "dispatches_per_token", "weight_bytes_per_token", "kv_bytes_per_token", "gbps", "copy_gbps", "copy_share",
     "tflops", "gpu_bytes_peak", "load_ns", "compile_ns", "settled", "settle_ns", "adapter", "driver",
-    "wgpu_version", "kernel_set", "precision",
+    "backend", "wgpu_version", "kernel_set", "precision",
 )  # fmt: skip
 FIELDS = LLAMA_BENCH_FIELDS + OUR_FIELDS
 JSON_FIELDS = LLAMA_BENCH_FIELDS + SAMPLES + OUR_FIELDS
 TEXT = {
     "build_commit", "cpu_info", "gpu_info", "backends", "model_filename", "model_type", "cpu_mask", "type_k",
     "type_v", "split_mode", "devices", "tensor_split", "tensor_buft_overrides", "load_mode", "test_time",
-    "adapter", "driver", "wgpu_version", "kernel_set", "precision",
+    "adapter", "driver", "backend", "wgpu_version", "kernel_set", "precision",
 }  # fmt: skip
 REAL = {
     "avg_ts",
@@ -221,8 +221,9 @@ def details(row: Row) -> list[str]:
 
 def conditions(row: Row) -> str:
     return (
-        f"{row['adapter']}, driver {row['driver']}, wgpu {row['wgpu_version']}, kernels {row['kernel_set']}, "
-        f"precision {row['precision']}, KV cache {row['type_k']}, a copy {row['copy_gbps']:.1f} GB/s"
+        f"{row['adapter']}, driver {row['driver']}, {row['backend']} {row['wgpu_version']}, "
+        f"kernels {row['kernel_set']}, precision {row['precision']}, KV cache {row['type_k']}, "
+        f"a copy {row['copy_gbps']:.1f} GB/s"
     )
 
 

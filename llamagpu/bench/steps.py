@@ -32,8 +32,8 @@ from llamagpu.gpu.timing import TimedRecorder, busy_ns
 
 FIELDS = (
     "build_commit", "model_filename", "model_type", "type_k", "n_depth", "n_rows", "gpu_ns", "wall_ns", "wall_per_gpu",
-    "rows_per_s", "linear_tflops", "settled", "cliff", "test_time", "adapter", "driver", "wgpu_version", "kernel_set",
-    "precision",
+    "rows_per_s", "linear_tflops", "settled", "cliff", "test_time", "adapter", "driver", "backend",
+    "wgpu_version", "kernel_set", "precision",
 )  # fmt: skip
 COLUMNS = ("model", "rows", "GPU us", "wall us", "wall/GPU", "tok/s", "TFLOP/s", "cliff")
 LOOP_S = 0.02  # of one measured loop

@@ -109,7 +109,7 @@ def verify(
                 write(done.line() + "\n")
 
         checks = v.verify(gpu, quick, show)
-        name = gpu.name
+        name = f"{gpu.name} ({gpu.info['library']})"
     if as_json:
         write(json.dumps([asdict(c) | {"ok": c.ok} for c in checks], indent=1) + "\n")
     v.need_right(checks)

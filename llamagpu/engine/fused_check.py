@@ -20,6 +20,7 @@ from llamagpu.engine.step_inputs import Segment
 from llamagpu.errors import LlamaGpuError
 from llamagpu.files.atomic import atomic_write
 from llamagpu.files.cache import cache_dir
+from llamagpu.gpu.adapters import identity
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Step
 
@@ -48,7 +49,7 @@ def agrees(engine: "Engine", model: BufferModel) -> bool:
 def verdict_path(gpu: Gpu, model: BufferModel) -> Path:
     """By adapter, driver and the fused kernels, which depend on the model's shapes."""
     sources = [dispatch.source for dispatch in model.plan(1).dispatches]
-    key = "|".join(map(str, (gpu.info["device"], gpu.info["backend_type"], gpu.info["description"], *sources)))
+    key = "|".join((identity(gpu.info), *sources))
     return cache_dir() / "fused" / hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
 
 

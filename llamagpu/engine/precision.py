@@ -12,6 +12,7 @@ from llamagpu.engine.step_inputs import Segment, StepInputs
 from llamagpu.engine.weights import WeightTarget, upload_matrix
 from llamagpu.errors import NumericCheckFailed
 from llamagpu.files.storage import Layout, PackedMatrix, Storage, dequantize
+from llamagpu.gpu.adapters import identity
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 
@@ -28,7 +29,7 @@ def resolve_precision(gpu: Gpu, wanted: Precision | None) -> Precision:
     packed = not gpu.caps.cpu and not gpu.caps.scalar and gpu.info["vendor_id"] in PACKED_DOT_VENDORS
     if wanted is Precision.HIGH or (wanted is None and not packed):
         return Precision.HIGH
-    adapter = (gpu.info["vendor_id"], gpu.info["device_id"], gpu.name, gpu.info["backend_type"])
+    adapter = (gpu.info["vendor_id"], gpu.info["device_id"], identity(gpu.info))
     if adapter not in _errors:
         _errors[adapter] = int8_error(gpu)
     right = _errors[adapter] < NMSE_BOUND  # False for NaN

@@ -1243,7 +1243,7 @@ def suits_textures(
     """
     aligned = dim % 8 == 0 and ffn_dim % 4 == 0 and head_dim % 8 == 0 and head_dim <= 128 and rope_dims % 8 == 0
     return (
-        caps.textures
+        caps.cpu
         and not caps.scalar
         and aligned
         and all(

@@ -1,12 +1,11 @@
-"""Finds the adapters of this machine and selects one."""
+"""Orders adapters and selects one."""
 
 import ctypes
-import os
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from llamagpu.errors import BadArgument, NoAdapter
+from llamagpu.errors import NoAdapter
 from llamagpu.gpu.caps import Library, below_minimum
 from llamagpu.gpu.webgpu import Adapter
 
@@ -17,33 +16,9 @@ REMEDY_NO_ADAPTER = (
 )
 
 
-def list_adapters(library: Library = Library.WGPU) -> list[Adapter]:
-    """All adapters of wgpu or Dawn, in order of preference."""
-    os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())  # Mesa complains on stderr without one
-    return sorted(_all_adapters(library), key=_preference)
-
-
-def _all_adapters(library: Library) -> Sequence[Adapter]:
-    if library is Library.DAWN:
-        from llamagpu.gpu.dawn import dawn_adapters, library_path
-
-        return dawn_adapters(library_path())
-    from llamagpu.gpu.wgpu_native import wgpu_adapters
-
-    return wgpu_adapters()
-
-
-def choose_adapter(wanted: str | None) -> Adapter:
-    """The adapter that LLAMAGPU_BACKEND and `wanted` name."""
-    library = Library.DAWN if wanted_library() is Library.DAWN else Library.WGPU
-    return select_adapter(list_adapters(library), wanted)
-
-
-def wanted_library() -> Library:
-    wanted = os.environ.get("LLAMAGPU_BACKEND", Library.AUTO)
-    if wanted not in list(Library):
-        raise BadArgument(f"LLAMAGPU_BACKEND is {wanted!r}", f"choose {', '.join(Library)}")
-    return Library(wanted)
+def in_order(found: Sequence[Adapter]) -> list[Adapter]:
+    """The adapters in order of preference."""
+    return sorted(found, key=_preference)
 
 
 def _preference(adapter: Adapter) -> tuple[bool, bool, int]:
@@ -66,6 +41,12 @@ def select_adapter(found: list[Adapter], wanted: str | None) -> Adapter:
         names = ", ".join(f"{i}: {adapter.info['device']}" for i, adapter in enumerate(found))
         raise NoAdapter(f"no adapter matches {wanted!r}", f"choose one of {names}")
     return matches[0]
+
+
+def identity(info: Mapping[str, Any]) -> str:
+    """What is remembered of an adapter is kept by it: another driver or implementation of WebGPU has another."""
+    parts = (info["device"], info["backend_type"], info["description"])
+    return "|".join(map(str, parts if info["library"] == Library.WGPU else (*parts, info["library"], info["version"])))
 
 
 def missing_vulkan() -> str:

@@ -61,7 +61,7 @@ class Caps:
     shared_bytes: int  # workgroup memory
     invocations: int = 256  # of one workgroup
     storage_buffers: int = 8  # of one kernel
-    texture_side: int = 8192  # texels of a storage texture, in both directions; 0: the device has none
+    texture_side: int = 8192  # texels of a storage texture, in both directions
     scalar: bool = False  # LLAMAGPU_SCALAR=1: take the kernels for every shape, as a baseline
     shader_f16: bool = False  # computes in f16
     coherent: bool = False  # has buffers whose stores the workgroups of a dispatch see of each other
@@ -69,11 +69,6 @@ class Caps:
     compares_fused: bool = False  # fused decode is compared with unfused before it is used
     grid_barrier: bool = False  # workgroups of one dispatch may wait for each other
     matrix: int = 0  # side of f16 subgroup matrices with f32 sums: 16 (16x16x16) or 8 (8x8x8); 0: none
-
-    @property
-    def textures(self) -> bool:
-        """Whether models may run on storage textures: a CPU adapter reads them far faster than buffers."""
-        return self.cpu and self.texture_side > 0
 
 
 def requested_features(offered: Set[str]) -> list[str]:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from llamagpu.errors import NoAdapter
 from llamagpu.gpu.caps import Library
 from llamagpu.gpu.guard import device_lost, ending
-from llamagpu.gpu.webgpu import GPUError, GPUOutOfMemoryError, GPUValidationError, Launch, record_launches
+from llamagpu.gpu.webgpu import GPUError, GPUOutOfMemoryError, GPUValidationError, Launch, quiet_mesa, record_launches
 
 ffi = FFI()
 ffi.cdef("""
@@ -72,6 +72,14 @@ typedef struct {
   OnError error;
 } DeviceDescriptor;
 typedef struct { void *next; Text label; uint64_t usage, size; uint32_t mapped; } BufferDescriptor;
+typedef struct { uint32_t x, y, z; } Size;
+typedef struct {
+  void *next; Text label; uint64_t usage; uint32_t dimension; Size size; uint32_t format, levels, samples;
+  size_t format_count; uint32_t *formats;
+} TextureDescriptor;
+typedef struct { H texture; uint32_t level; Size origin; uint32_t aspect; } TexturePlace;
+typedef struct { uint64_t offset; uint32_t row_bytes, rows; } TexelLayout;
+typedef struct { TexelLayout layout; H buffer; } BufferPlace;
 typedef struct { Chain chain; Text code; } SourceWGSL;
 typedef struct { void *next; H module; Text entry; size_t constant_count; void *constants; } Compute;
 typedef struct { void *next; Text label; H layout; Compute compute; } PipelineDescriptor;
@@ -90,6 +98,8 @@ typedef struct {
   Future (*AdapterRequestDevice)(H, DeviceDescriptor *, OnObject);
   H (*DeviceGetQueue)(H);
   H (*DeviceCreateBuffer)(H, BufferDescriptor *);
+  H (*DeviceCreateTexture)(H, TextureDescriptor *);
+  H (*TextureCreateView)(H, void *);
   H (*DeviceCreateShaderModule)(H, Label *);
   H (*DeviceCreateComputePipeline)(H, PipelineDescriptor *);
   H (*DeviceCreateBindGroup)(H, BindGroupDescriptor *);
@@ -99,6 +109,8 @@ typedef struct {
   H (*ComputePipelineGetBindGroupLayout)(H, uint32_t);
   H (*CommandEncoderBeginComputePass)(H, PassDescriptor *);
   void (*CommandEncoderCopyBufferToBuffer)(H, H, uint64_t, H, uint64_t, uint64_t);
+  void (*CommandEncoderCopyTextureToBuffer)(H, TexturePlace *, BufferPlace *, Size *);
+  void (*CommandEncoderCopyTextureToTexture)(H, TexturePlace *, TexturePlace *, Size *);
   void (*CommandEncoderClearBuffer)(H, H, uint64_t, uint64_t);
   void (*CommandEncoderResolveQuerySet)(H, H, uint32_t, uint32_t, H, uint64_t);
   H (*CommandEncoderFinish)(H, Label *);
@@ -109,14 +121,18 @@ typedef struct {
   void (*ComputePassEncoderEnd)(H);
   void (*QueueSubmit)(H, size_t, H *);
   void (*QueueWriteBuffer)(H, H, uint64_t, void *, size_t);
+  void (*QueueWriteTexture)(H, TexturePlace *, void *, size_t, TexelLayout *, Size *);
   Future (*QueueOnSubmittedWorkDone)(H, OnDone);
   Future (*BufferMapAsync)(H, uint64_t, size_t, size_t, OnDone);
   void *(*BufferGetConstMappedRange)(H, size_t, size_t);
   void (*BufferUnmap)(H);
   void (*BufferDestroy)(H);
+  void (*TextureDestroy)(H);
   void (*DeviceRelease)(H);
   void (*QueueRelease)(H);
   void (*BufferRelease)(H);
+  void (*TextureRelease)(H);
+  void (*TextureViewRelease)(H);
   void (*ShaderModuleRelease)(H);
   void (*ComputePipelineRelease)(H);
   void (*BindGroupLayoutRelease)(H);
@@ -143,6 +159,8 @@ PLATFORM_BACKEND = {"darwin": BACKEND_NUMBERS["Metal"], "win32": BACKEND_NUMBERS
 ADAPTER_TYPES = {1: "DiscreteGPU", 2: "IntegratedGPU", 3: "CPU"}
 F32, F16 = 1, 2  # component types of matrices
 INSTANCE_TOGGLES = ("allow_unsafe_apis", "vulkan_enable_f16_on_nvidia", "use_vulkan_memory_model")
+DIMENSION_2D, ASPECT_ALL = 2, 1
+TEXTURE_FORMATS = {"rgba32float": 0x29, "rgba32uint": 0x2A}
 WAIT_ANY_ONLY, SPONTANEOUS = 1, 3  # when a callback is called
 SUCCESS, TIMED_OUT = 1, 2
 OUT_OF_MEMORY = 3
@@ -175,8 +193,10 @@ def library_path() -> Path:
 
 @cache
 def library_digest(path: Path) -> str:
+    """By the size and the first MiB, which has the build's id: all 130 MB would take a tenth of a second."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()[:16]
+        start = file.read(1 << 20)
+    return hashlib.blake2b(start + str(path.stat().st_size).encode(), digest_size=8).hexdigest()
 
 
 @cache
@@ -187,7 +207,7 @@ def load_functions(path: Path) -> SimpleNamespace:
         members = ffi.typeof("Functions").fields
         return SimpleNamespace(**{name: ffi.cast(member.type, find("wgpu" + name)) for name, member in members})
     except (OSError, AttributeError, KeyError, struct.error) as error:
-        raise NoAdapter(f"{path} is no library of Dawn that can be used: {error}", REMEDY_LIBRARY) from error
+        raise NoAdapter(f"it has not the functions of Dawn ({error})", REMEDY_LIBRARY) from error
 
 
 def find_functions(path: Path) -> Any:
@@ -315,6 +335,7 @@ instance = cache(Instance)
 
 def dawn_adapters(path: Path, backend: int | None = None) -> list["DawnAdapter"]:
     """Dawn's C functions list no adapters: those that it gives for high and low power, and a software one."""
+    quiet_mesa()
     number = PLATFORM_BACKEND.get(sys.platform, BACKEND_NUMBERS["Vulkan"]) if backend is None else backend
     wanted = ((2, False), (1, False), (2, True))
     found = [instance(path).adapter(power, fallback, number) for power, fallback in wanted]
@@ -326,7 +347,7 @@ class DawnAdapter:
         self.instance, self.handle, functions = instance, handle, instance.functions
         offered, info, limits = ffi.new("Features *"), ffi.new("AdapterInfo *"), ffi.new("Limits *")
         functions.AdapterGetFeatures(handle, offered)
-        numbers = set(ffi.unpack(offered.list, offered.count))
+        numbers = {offered.list[i] for i in range(offered.count)}
         self.features = {name for name, number in FEATURES.items() if number in numbers}
         self.synchronized = SYNCHRONIZED in numbers
         configs = ffi.new("MatrixConfigs *", ((ffi.NULL, CHAINED_MATRICES),))
@@ -356,7 +377,8 @@ class DawnAdapter:
         wanted = ffi.new("Limits *")
         ffi.buffer(wanted)[:] = b"\xff" * ffi.sizeof("Limits")  # the default of each
         wanted.next = ffi.NULL
-        for name, value in limits.items():
+        textures = "max-storage-textures-per-shader-stage"  # 5 are used; wgpu does not count them
+        for name, value in {textures: self.limits[textures], **limits}.items():
             setattr(wanted, name.replace("-", "_"), value)
         numbers = ffi.new("uint32_t[]", [SYNCHRONIZED, *(FEATURES[name] for name in features)])
         faults = Faults(lost)
@@ -373,7 +395,7 @@ class DawnAdapter:
         handle, message = self.instance.request(functions.AdapterRequestDevice, self.handle, descriptor)
         del texts
         if not handle:
-            raise GPUError(message)
+            raise GPUError(message.partition("\n")[0])
         return DawnNative(self.instance, Device(functions, handle, faults))
 
 
@@ -448,6 +470,16 @@ class Device:
         self.faults.check()
         return buffer
 
+    def create_texture(self, size: tuple[int, int, int], format: str, usage: int, label: str = "") -> "Texture":
+        text, keep = to_text(label)
+        fields = (ffi.NULL, text, usage, DIMENSION_2D, size, TEXTURE_FORMATS[format], 1, 1, 0, ffi.NULL)
+        handle = self.functions.DeviceCreateTexture(self._internal, ffi.new("TextureDescriptor *", fields))
+        del keep
+        texture = Texture(self, "Texture", handle, label)
+        texture.width, texture.height, _ = size
+        self.faults.check()
+        return texture
+
     def create_shader_module(self, code: str, label: str = "") -> Any:
         source, keep_source = to_text(with_directives(code))
         text, keep = to_text(label)
@@ -469,7 +501,7 @@ class Device:
 
     def create_bind_group(self, layout: Any, entries: Sequence[Mapping[str, Any]], label: str = "") -> Any:
         text, keep = to_text(label)
-        listed = ffi.new("Entry[]", [bind_entry(entry["binding"], **entry["resource"]) for entry in entries])
+        listed = ffi.new("Entry[]", [bind_entry(**entry) for entry in entries])
         descriptor = ffi.new("BindGroupDescriptor *", (ffi.NULL, text, layout._internal, len(listed), listed))
         handle = self.functions.DeviceCreateBindGroup(self._internal, descriptor)
         del keep
@@ -484,8 +516,15 @@ class Device:
         return Encoder(self, "CommandEncoder", self.functions.DeviceCreateCommandEncoder(self._internal, ffi.NULL))
 
 
-def bind_entry(binding: int, buffer: "Buffer", offset: int = 0, size: int = WHOLE) -> tuple[Any, ...]:
+def bind_entry(binding: int, resource: Any) -> tuple[Any, ...]:
+    if isinstance(resource, Resource):  # the view of a texture
+        return ffi.NULL, binding, ffi.NULL, 0, WHOLE, ffi.NULL, resource._internal
+    buffer, offset, size = resource["buffer"], resource.get("offset", 0), resource.get("size", WHOLE)
     return ffi.NULL, binding, buffer._internal, offset, size, ffi.NULL, ffi.NULL
+
+
+def texture_place(given: Mapping[str, Any]) -> Any:
+    return ffi.new("TexturePlace *", (given["texture"]._internal, 0, given["origin"], ASPECT_ALL))
 
 
 def with_directives(source: str) -> str:
@@ -503,6 +542,17 @@ class Buffer(Resource):
         self.functions.BufferDestroy(self._internal)
 
 
+class Texture(Resource):
+    width: int
+    height: int
+
+    def destroy(self) -> None:
+        self.functions.TextureDestroy(self._internal)
+
+    def create_view(self) -> Resource:
+        return Resource(self.device, "TextureView", self.functions.TextureCreateView(self._internal, ffi.NULL))
+
+
 class Pipeline(Resource):
     def get_bind_group_layout(self, index: int) -> Resource:
         handle = self.functions.ComputePipelineGetBindGroupLayout(self._internal, index)
@@ -515,6 +565,17 @@ class Encoder(Resource):
     def copy_buffer_to_buffer(self, source: Buffer, start: int, target: Buffer, at: int, size: int) -> None:
         self.functions.CommandEncoderCopyBufferToBuffer(
             self._internal, source._internal, start, target._internal, at, size
+        )
+
+    def copy_texture_to_buffer(self, source: Any, target: Any, size: tuple[int, int, int]) -> None:
+        place = ffi.new("BufferPlace *", ((0, target["bytes_per_row"], size[1]), target["buffer"]._internal))
+        self.functions.CommandEncoderCopyTextureToBuffer(
+            self._internal, texture_place(source), place, ffi.new("Size *", size)
+        )
+
+    def copy_texture_to_texture(self, source: Any, target: Any, size: tuple[int, int, int]) -> None:
+        self.functions.CommandEncoderCopyTextureToTexture(
+            self._internal, texture_place(source), texture_place(target), ffi.new("Size *", size)
         )
 
     def clear_buffer(self, buffer: Buffer, offset: int, size: int) -> None:
@@ -558,6 +619,13 @@ class Queue:
 
     def write_buffer(self, buffer: Buffer, offset: int, data: NDArray[Any]) -> None:
         self.functions.QueueWriteBuffer(self._internal, buffer._internal, offset, ffi.from_buffer(data), data.nbytes)
+        self.faults.check()
+
+    def write_texture(self, target: Any, data: NDArray[Any], layout: Any, size: tuple[int, int, int]) -> None:
+        texels, extent = ffi.new("TexelLayout *", (0, layout["bytes_per_row"], size[1])), ffi.new("Size *", size)
+        self.functions.QueueWriteTexture(
+            self._internal, texture_place(target), ffi.from_buffer(data), data.nbytes, texels, extent
+        )
         self.faults.check()
 
     def submit(self, commands: Sequence[Any]) -> None:

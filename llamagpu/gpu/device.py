@@ -14,7 +14,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from llamagpu.errors import DoesNotFit, LlamaGpuError, NoAdapter
 from llamagpu.gpu import shaders
-from llamagpu.gpu.adapters import choose_adapter
 from llamagpu.gpu.buffers import (
     TEXEL_BYTES,
     AnyBuffer,
@@ -34,6 +33,7 @@ from llamagpu.gpu.caps import (
     requested_features,
     requested_limits,
 )
+from llamagpu.gpu.choice import choose_adapter
 from llamagpu.gpu.fuse import Stage, fuse
 from llamagpu.gpu.guard import GuardedThread, device_lost
 from llamagpu.gpu.webgpu import (
@@ -142,7 +142,7 @@ class Gpu:
             shared_bytes=limits["max-compute-workgroup-storage-size"],
             invocations=limits["max-compute-invocations-per-workgroup"],
             storage_buffers=storage_buffers,
-            texture_side=0 if self.info["library"] == "dawn" else limits["max-texture-dimension-2d"],
+            texture_side=limits["max-texture-dimension-2d"],
             scalar=os.environ.get("LLAMAGPU_SCALAR") == "1",
             shader_f16="shader-f16" in self.features,
             coherent=coherent,
@@ -154,7 +154,8 @@ class Gpu:
 
     @classmethod
     def open(cls, wanted: str | None = None) -> "Gpu":
-        return cls(choose_adapter(wanted or os.environ.get("LLAMAGPU_DEVICE")))
+        adapter, _ = choose_adapter(wanted or os.environ.get("LLAMAGPU_DEVICE"))
+        return cls(adapter)
 
     def close(self) -> None:
         """Free the device. Nothing that was made with it can be used afterwards."""

@@ -4,6 +4,8 @@
 past wgpu-py, for speed or because it has no such call, is `Native`.
 """
 
+import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence, Set
 from threading import Event
 from typing import Any, Protocol
@@ -62,6 +64,10 @@ class Adapter(Protocol):
 
     def open(self, features: Sequence[str], limits: Mapping[str, int], unchecked: bool, lost: Event) -> Native:
         """`unchecked` drops bounds checks from shaders; `lost` is set when the device is."""
+
+
+def quiet_mesa() -> None:
+    os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())  # Mesa complains on stderr without one
 
 
 def record_launches(

@@ -19,11 +19,12 @@ from wgpu.backends.wgpu_native.extras import set_instance_extras
 from llamagpu.errors import DeviceLost
 from llamagpu.gpu.caps import Library
 from llamagpu.gpu.guard import GuardedThread, device_lost, ending
-from llamagpu.gpu.webgpu import Launch, record_launches
+from llamagpu.gpu.webgpu import Launch, quiet_mesa, record_launches
 
 
 def wgpu_adapters() -> list["WgpuAdapter"]:
     """OpenGL's only with LLAMAGPU_OPENGL=1, for tests: it logs to stderr."""
+    quiet_mesa()
     speed_up_cffi_parser()
     logging.getLogger("wgpu").setLevel(logging.ERROR)  # naga and the drivers log advice for developers
     with contextlib.suppress(RuntimeError):  # one instance per process; this is not the first call

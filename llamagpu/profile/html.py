@@ -49,8 +49,9 @@ tbody tr:hover { background: var(--band); }
 def page(profile: Profile) -> str:
     body = [
         f"<h1>{escape(profile.model)}</h1>",
-        f"<p>{escape(profile.adapter)} ({escape(profile.driver)}), precision {escape(profile.precision)}; "
-        f"a copy reaches {si(profile.copy, 'B/s')}, f32 multiply-adds {si(profile.f32_peak, 'FLOP/s')}, "
+        f"<p>{escape(profile.adapter)} ({escape(profile.driver)}, {escape(profile.backend)}), "
+        f"precision {escape(profile.precision)}; a copy reaches {si(profile.copy, 'B/s')}, "
+        f"f32 multiply-adds {si(profile.f32_peak, 'FLOP/s')}, "
         f"packed int8 products {si(profile.int8_peak, 'OP/s')} here.</p>",
         "<h2>Roofline</h2>",
         "<p>Linears and attention: operations per byte that must be moved against speed. The slope is the speed of a "

@@ -78,6 +78,7 @@ class Profile:
     model: str
     adapter: str
     driver: str
+    backend: str  # the implementation of WebGPU
     precision: str
     copy: float  # bytes/s
     f32_peak: float  # operations/s
@@ -163,6 +164,7 @@ def profile(engine: Engine, name: str, n_prompt: int, n_gen: int, depth: int, co
         model=name,
         adapter=gpu.name,
         driver=gpu.info["description"],
+        backend=str(gpu.info["library"]),
         precision=str(model.precision),
         copy=copy or copy_bandwidth(gpu),
         f32_peak=peak_flops(gpu, int8=False),

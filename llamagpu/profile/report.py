@@ -12,7 +12,7 @@ COLUMNS = ("count", "us", "net us", "share", "GB/s", "of copy", "TFLOP/s")
 def text(profile: Profile) -> str:
     """Tables by operation and by layer; times are per token in decode, per step in prefill."""
     lines = [
-        f"{profile.model}, precision {profile.precision}, on {profile.adapter} ({profile.driver})",
+        f"{profile.model}, precision {profile.precision}, on {profile.adapter} ({profile.driver}, {profile.backend})",
         f"copy {profile.copy / 1e9:.1f} GB/s, f32 multiply-adds {profile.f32_peak / 1e12:.3g} TFLOP/s, "
         f"packed int8 {profile.int8_peak / 1e12:.3g} TOP/s",
     ]
@@ -57,7 +57,12 @@ def trace(profile: Profile) -> dict[str, Any]:
     zero = min((phase.host.began for phase in profile.phases), default=0.0)
     for phase in profile.phases:
         events += host_events(phase, zero) + gpu_events(phase, zero)
-    facts = {"model": profile.model, "precision": profile.precision, "driver": profile.driver}
+    facts = {
+        "model": profile.model,
+        "precision": profile.precision,
+        "driver": profile.driver,
+        "backend": profile.backend,
+    }
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": facts}
 
 

@@ -84,7 +84,7 @@ def model_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
             engine.prefill(sequence, want[-1:])
         return np.array(sampled) + 1, np.array(want) + 1
 
-    names = ["high", "q8_0", "fast"] + ["textures"] * gpu.caps.textures
+    names = ["high", "q8_0", "fast"] + ["textures"] * gpu.caps.cpu
     bounds = {"high": F16_CACHE if gpu.caps.native_f16 else F32, "fast": FAST, "q8_0": Q8_0_CACHE, "textures": F32}
     for name in names[-1:] if quick else names:
         shape = f"tiny, {name}: logits of {PROMPT} + {STEPS} tokens"

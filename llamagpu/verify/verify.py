@@ -16,6 +16,7 @@ from llamagpu.errors import LlamaGpuError, NumericCheckFailed
 from llamagpu.files.atomic import atomic_write
 from llamagpu.files.cache import cache_dir
 from llamagpu.gpu import shaders
+from llamagpu.gpu.adapters import identity
 from llamagpu.gpu.device import Gpu, first_line
 from llamagpu.gpu.webgpu import GPUError
 from llamagpu.verify.kernels import kernel_cases
@@ -54,7 +55,7 @@ def verify(gpu: Gpu, quick: bool = False, seen: Callable[[Check], None] | None =
     """Run all checks, give each to `seen` when it is done, and save the results."""
     checks: list[Check] = []
     started = time.time()
-    textures = texture_cases(gpu) if gpu.caps.textures else ()  # no other adapter uses them
+    textures = texture_cases(gpu) if gpu.caps.cpu else ()  # no other adapter uses them
     for case in (*kernel_cases(gpu, quick), *other_cases(gpu), *textures, *model_cases(gpu, quick)):
         try:
             found, error = errors(*case.compare()), ""
@@ -105,7 +106,7 @@ def results_dir() -> Path:
 
 
 def results_path(info: AdapterInfo) -> Path:
-    key = "|".join(map(str, (info["device"], info["backend_type"], info["description"], kernel_set())))
+    key = f"{identity(info)}|{kernel_set()}"
     return results_dir() / f"{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.json"
 
 

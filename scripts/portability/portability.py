@@ -1,17 +1,18 @@
-"""Runs the kernels on other implementations than Mesa's: `scripts/test --portability [swiftshader|opengl|tint ...]`.
+"""Runs the kernels on other implementations: `scripts/test --portability [swiftshader|dawn|opengl|tint ...]`.
 
-SwiftShader and OpenGL run the kernel tests and the tiny models. Tint, which compiles WGSL in browsers, compiles every
-composed kernel. What they need is fetched once, into the virtual environment.
+SwiftShader, by wgpu and by Dawn, and OpenGL run the kernel tests and the tiny models. Tint, which compiles WGSL in
+browsers, compiles every composed kernel. What they need is fetched once, into the virtual environment.
 """
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -62,16 +63,31 @@ def swiftshader() -> Row:
     return run_tests("swiftshader", {"VK_DRIVER_FILES": driver, "VK_ICD_FILENAMES": driver})  # of new and old loaders
 
 
+def dawn() -> Row:
+    """The same kernels by the other implementation of WebGPU, and the tests of its binding."""
+    fetch_swiftshader()
+    fetch_dawn()
+    machine = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+    library = FETCHED / f"node_modules/webgpu/dist/{sys.platform}-{machine}/dawn.node"
+    if not library.is_file():
+        raise NotHereError(f"{WEBGPU} has no library for {sys.platform} on {machine}")
+    driver = str(SWIFTSHADER)
+    env = {"VK_DRIVER_FILES": driver, "VK_ICD_FILENAMES": driver}
+    return run_tests(
+        "dawn", env | {"LLAMAGPU_DAWN": str(library), "LLAMAGPU_BACKEND": "dawn"}, ("test_dawn.py", *TESTS)
+    )
+
+
 def opengl() -> Row:
     return run_tests("opengl", {"LLAMAGPU_OPENGL": "1"})
 
 
-def run_tests(job: str, environment: dict[str, str]) -> Row:
+def run_tests(job: str, environment: dict[str, str], patterns: Sequence[str] = TESTS) -> Row:
     env = os.environ | environment
     adapter = chosen_adapter(env)
     report = FETCHED / f"{job}.xml"
     report.parent.mkdir(parents=True, exist_ok=True)
-    files = [str(path) for pattern in TESTS for path in sorted((ROOT / "tests").glob(pattern))]
+    files = [str(path) for pattern in patterns for path in sorted((ROOT / "tests").glob(pattern))]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
     subprocess.run([*command, f"--junit-xml={report}", *files], cwd=ROOT, env=env)
     suite = ElementTree.parse(report).getroot().find("testsuite")
@@ -114,7 +130,7 @@ def tint() -> Row:
     return "tint", capabilities, f"{count - len(refused)} kernels compiled, {len(wrong)} failed{known}"
 
 
-JOBS: dict[str, Callable[[], Row]] = {"tint": tint, "swiftshader": swiftshader, "opengl": opengl}
+JOBS: dict[str, Callable[[], Row]] = {"tint": tint, "swiftshader": swiftshader, "dawn": dawn, "opengl": opengl}
 
 
 def main(names: list[str]) -> int:

@@ -1,0 +1,154 @@
+"""Chooses the implementation of WebGPU, wgpu or Dawn, and the adapter.
+
+Dawn is used only if its library passed a trial in a child process: one with other struct layouts than gpu/dawn.py has
+would crash. The results of trials are kept in the cache, by library, adapter and driver.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llamagpu.errors import BadArgument, LlamaGpuError, NoAdapter
+from llamagpu.files.atomic import atomic_write
+from llamagpu.files.cache import cache_dir
+from llamagpu.gpu.adapters import in_order, select_adapter
+from llamagpu.gpu.caps import Library
+from llamagpu.gpu.webgpu import Adapter
+
+TRIAL_S = 120.0  # a first compilation on a software adapter takes seconds
+LIBRARY = "library"  # the key of the trial of all that comes before an adapter
+Listing = Callable[[Library], list[Adapter]]
+REMEDY_WGPU = "use --backend wgpu"
+log = logging.getLogger("llamagpu")
+
+
+def list_adapters(library: Library) -> list[Adapter]:
+    """All adapters of wgpu or Dawn, in order of preference."""
+    if library is Library.DAWN:
+        return usable_adapters()
+    from llamagpu.gpu.wgpu_native import wgpu_adapters
+
+    return in_order(wgpu_adapters())
+
+
+def choose_adapter(wanted: str | None, listed: Listing = list_adapters) -> tuple[Adapter, str]:
+    """The adapter that LLAMAGPU_BACKEND and `wanted` name, and why its implementation is used."""
+    library = wanted_library()
+    if library is Library.DAWN:
+        adapter = select_adapter(listed(Library.DAWN), wanted)
+        if not (trial := adapter_trial(adapter.info)).right:
+            raise NoAdapter(f"Dawn is not used on {adapter.info['device']}: {trial.why}", REMEDY_WGPU)
+        return adapter, "--backend dawn"
+    found = listed(Library.WGPU)
+    adapter = select_adapter(found, wanted)
+    if library is Library.WGPU:
+        return adapter, "--backend wgpu"
+    try:
+        other = same_in_dawn(adapter, found, listed)
+        log.info("Dawn is used: it has matrix units on %s", other.info["device"])
+        return other, "Dawn is faster here"
+    except NoAdapter as error:
+        log.info("wgpu is used: %s", error.cause)
+        return adapter, error.cause
+
+
+def wanted_library() -> Library:
+    wanted = os.environ.get("LLAMAGPU_BACKEND", Library.AUTO)
+    if wanted not in list(Library):
+        raise BadArgument(f"LLAMAGPU_BACKEND is {wanted!r}", f"choose {', '.join(Library)}")
+    return Library(wanted)
+
+
+def same_in_dawn(adapter: Adapter, found: list[Adapter], listed: Listing) -> Adapter:
+    """Dawn's adapter for the same GPU as this one of wgpu's, if Dawn is faster there; NoAdapter says why not."""
+    if adapter.info["adapter_type"] == "CPU":
+        raise NoAdapter("a software adapter has no matrix units")
+    ours = [other for other in found if gpu_key(other) == gpu_key(adapter)]
+    theirs = [other for other in listed(Library.DAWN) if gpu_key(other) == gpu_key(adapter)]
+    if not theirs or ours[0] is not adapter:  # of equal GPUs Dawn gives only one
+        raise NoAdapter("Dawn does not offer this adapter")
+    trial = adapter_trial(theirs[0].info)
+    if not trial.right or not trial.faster:
+        raise NoAdapter(f"Dawn is not {'faster' if trial.right else 'right'} on this adapter: {trial.why}")
+    return theirs[0]
+
+
+def gpu_key(adapter: Adapter) -> tuple[Any, ...]:
+    return tuple(adapter.info[name] for name in ("vendor_id", "device_id", "backend_type"))
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    right: bool
+    faster: bool = False  # than wgpu on this adapter
+    why: str = ""  # why it is not right, or not faster
+
+
+def usable_adapters() -> list[Adapter]:
+    """The adapters of a library whose trial passed, whatever comes of each of them."""
+    from llamagpu.gpu.dawn import REMEDY_LIBRARY, dawn_adapters, library_path
+
+    path = library_path()
+    trial = trials(path)[LIBRARY]
+    if not trial.right:
+        raise NoAdapter(f"Dawn ({path}) is not used: {trial.why}", REMEDY_LIBRARY)
+    return in_order(dawn_adapters(path))
+
+
+def adapter_trial(info: Mapping[str, Any]) -> Trial:
+    """The result for this adapter of Dawn; the library is tried again where there is none."""
+    from llamagpu.gpu.dawn import library_path
+
+    path, key = library_path(), adapter_key(info)
+    found = trials(path)
+    if key not in found:
+        found = trials(path, again=True)
+    return found.get(key, Trial(False, why="its trial did not find this adapter"))
+
+
+def trials(path: Path, again: bool = False) -> dict[str, Trial]:
+    """By adapter, from the cache if they are there."""
+    from llamagpu.gpu.dawn import library_digest
+
+    file = cache_dir() / "dawn" / f"{library_digest(path)}.json"
+    known: dict[str, Trial] = {}
+    with suppress(OSError, ValueError, TypeError):
+        known = {key: Trial(**trial) for key, trial in json.loads(file.read_text()).items()}
+    if known and not again:
+        return known
+    known |= run_trials(path)
+    with suppress(OSError, LlamaGpuError):  # a cache that cannot be written is not an error
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(file) as writer:
+            writer.write(json.dumps({key: asdict(trial) for key, trial in known.items()}).encode())
+    return known
+
+
+def run_trials(path: Path) -> dict[str, Trial]:
+    """In a child process. What it was at when it crashed is wrong."""
+    command = [sys.executable, "-m", "llamagpu.gpu.dawn_trial", str(path)]
+    found = {LIBRARY: Trial(False)}
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TRIAL_S)
+        output, ended = child.stdout, f"its trial ended with code {child.returncode}" if child.returncode else ""
+    except subprocess.TimeoutExpired as error:
+        output, ended = (error.stdout or b"").decode(errors="replace"), f"its trial took longer than {TRIAL_S:g} s"
+    for line in output.splitlines():
+        key, trial = json.loads(line)
+        found[key] = Trial(**trial)
+    return {
+        key: Trial(False, why=ended) if not trial.right and not trial.why else trial for key, trial in found.items()
+    }
+
+
+def adapter_key(info: Mapping[str, Any]) -> str:
+    parts = (info["vendor_id"], info["device_id"], info["device"], info["backend_type"], info["description"])
+    return hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,276 @@
+"""Dawn, the other implementation of WebGPU: its binding on SwiftShader, its trial, and which of the two is used.
+
+`scripts/test --portability dawn` installs the library and SwiftShader. Mesa's lavapipe may be too old for Dawn.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("wgpu")
+from composed import DAWN
+from conftest import open_gpu
+from gguf_builder import tiny_llama
+from one_sequence import load_one
+from test_model import CACHE_BOUNDS, assert_close, reference_of, token_ids
+
+from llamagpu.engine.options import KvType
+from llamagpu.errors import DeviceLost, DoesNotFit, NoAdapter
+from llamagpu.gpu import choice, dawn, dawn_trial
+from llamagpu.gpu.buffers import BufferRange
+from llamagpu.gpu.caps import Library
+from llamagpu.gpu.choice import LIBRARY, Trial, adapter_key, choose_adapter, same_in_dawn, trials
+from llamagpu.gpu.device import Gpu, map_device_lost
+from llamagpu.gpu.recorder import Plan, Recorder, Step
+from llamagpu.gpu.timing import Stopwatch
+from llamagpu.gpu.webgpu import GPUError, GPUValidationError
+from llamagpu.verify.others import other_cases
+from llamagpu.verify.reference import errors
+
+SWIFTSHADER = Path(sys.prefix) / "portability/usr/lib/chromium/vk_swiftshader_icd.json"
+NODE_ARCH = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), "none")
+NODE_LIBRARY = DAWN / f"dist/{sys.platform}-{NODE_ARCH}/dawn.node"
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    try:
+        return dawn.library_path()
+    except NoAdapter:
+        if NODE_LIBRARY.is_file():
+            return NODE_LIBRARY
+        pytest.skip("no library of Dawn: `scripts/test --portability dawn` installs one")
+
+
+@pytest.fixture(scope="module")
+def gpu(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpu]:
+    """On SwiftShader where it is installed; on a GPU it is not."""
+    settings = {"LLAMAGPU_CACHE": str(tmp_path_factory.mktemp("cache")), "LLAMAGPU_BACKEND": "dawn"}
+    if SWIFTSHADER.is_file() and "VK_ICD_FILENAMES" not in os.environ:
+        settings |= {"VK_ICD_FILENAMES": str(SWIFTSHADER), "VK_DRIVER_FILES": str(SWIFTSHADER)}
+    with closing(open_gpu(LLAMAGPU_DAWN=str(library), **settings)) as found:
+        yield found
+
+
+# The binding
+
+
+def test_buffers(gpu: Gpu) -> None:
+    data = np.arange(1, 513, dtype=np.uint32)
+    source, target = gpu.upload(data, "source"), gpu.zeros(4096, "target")
+    first, second = BufferRange(source, 0, 1024), BufferRange(target, 2048, 1024)
+    gpu.copy([(first, second)])
+    gpu.clear([BufferRange(source, 1024, 512)])
+    want = np.concatenate([data[:256], np.zeros(128, np.uint32), data[384:]])
+    np.testing.assert_array_equal(gpu.read(source, np.uint32, 512), want)
+    np.testing.assert_array_equal(gpu.gather([second, first]).view(np.uint32), np.tile(data[:256], 2))
+    assert not gpu.read(target, np.uint32, 512).any()
+    gpu.free(source, target)
+
+
+def test_textures(gpu: Gpu) -> None:
+    data = np.arange(1, 7 * 5 * 4 + 1, dtype=np.uint32).reshape(7, 5, 4)
+    source, target = gpu.upload_texture(data, "source"), gpu.texture(5, 9, "target", np.uint32)
+    gpu.copy_texels([((source, 1, 2), (target, 2, 3))], 3, 4)
+    want = np.zeros((9, 5, 4), np.uint32)
+    want[3:7, 2:5] = data[2:6, 1:4]
+    np.testing.assert_array_equal(gpu.read_texture(target, 0, 5, 9).view(np.uint32), want.reshape(-1))
+    gpu.free(source, target)
+
+
+def test_kernels(gpu: Gpu) -> None:
+    assert gpu.info["library"] == "dawn" and not gpu.caps.coherent
+    chosen = {"copy", "argmax", "embed_any", "add_rms_norm", "rotate"}
+    cases = [case for case in other_cases(gpu) if case.kernel in chosen]
+    assert {case.kernel for case in cases} == chosen
+    for case in cases:
+        nmse, worst = errors(*case.compare())
+        assert nmse <= case.bound[0] and worst <= case.bound[1], case
+
+
+def test_a_model(gpu: Gpu, tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path / "m.gguf", heads=4, kv_heads=2, ggml_type="Q4_0", tied=False)
+    run, ids = load_one(gpu, path), token_ids(6)
+    reference = reference_of(run, path)
+    for start, end in ((0, 5), (5, 6)):
+        want = reference.forward(ids[start:end])[-1]
+        assert_close(run.logits_after(ids[start:end]), want, *CACHE_BOUNDS[KvType.F32], f"tokens {start} to {end}")
+
+
+def test_timestamps(gpu: Gpu) -> None:
+    x, y = gpu.zeros(1 << 20, "x"), gpu.zeros(1 << 20, "y")
+    copy = gpu.dispatch("copy", (), {"VEC4S": 1 << 16}, {"x": x, "y": y}, (256, 1, 1))
+    watch = Stopwatch(gpu)
+    assert watch.timestamps and watch.recorder.timestamps
+    assert watch.pass_ns([Step(Plan([copy]))]) > 0
+    times, _ = watch.dispatches_ns([Step(Plan([copy, copy]))])
+    assert len(times) == 3 and (np.diff(times) >= 0).all() and times[-1] > times[0]
+
+
+def test_errors(gpu: Gpu) -> None:
+    with pytest.raises(GPUValidationError, match="nonsense"):
+        gpu.pipeline("fn nonsense", "k")
+    with pytest.raises(GPUError):
+        gpu.device.create_buffer(size=1 << 60, usage=128)
+    encoder = gpu.device.create_command_encoder()
+    buffer = gpu.zeros(16, "b")
+    encoder.copy_buffer_to_buffer(buffer, 0, buffer, 8, 4096)
+    with pytest.raises(GPUValidationError):
+        encoder.finish()
+    with pytest.raises(DoesNotFit):
+        gpu.zeros(1 << 60, "large")
+    assert not gpu.read(buffer, np.uint32, 4).any()  # the device works on
+
+
+def test_a_lost_device(gpu: Gpu, library: Path) -> None:
+    """As DeviceLost wherever it is met first."""
+    for use in (
+        lambda lost: lost.zeros(16, "b"),
+        lambda lost: lost.read(lost.status, np.uint32, 1),
+        lambda lost: lost.wait_idle(),
+        lambda lost: Recorder(lost).submit([]),
+    ):
+        lost = Gpu(next(a for a in dawn.dawn_adapters(library) if a.info["device"] == gpu.name))  # each opens once
+        lost.device.destroy()
+        with pytest.raises(DeviceLost), map_device_lost():
+            use(lost)
+        lost.close()
+
+
+def test_matrices_compile(library: Path) -> None:
+    """On Dawn's null backend, which runs nothing."""
+    (adapter,) = dawn.dawn_adapters(library, dawn.NULL_BACKEND)
+    native = adapter.open(sorted(adapter.features), {}, True, threading.Event())
+    consts = f"const SIDE = 16u;\nconst LANES = {dawn_trial.LANES}u;\n"
+    module = native.create_module(consts + dawn_trial.BINDINGS + dawn_trial.MATRIX_PRODUCT, "matrices")
+    native.device.create_compute_pipeline(layout="auto", compute={"module": module, "entry_point": "main"})
+    with pytest.raises(GPUValidationError, match="row_minor"):
+        wrong = dawn_trial.MATRIX_PRODUCT.replace("row_major", "row_minor")
+        native.create_module(consts + dawn_trial.BINDINGS + wrong, "matrices")
+
+
+def test_directives() -> None:
+    assert dawn.with_directives("// subgroupAdd\nfn f() {}") == "// subgroupAdd\nfn f() {}"
+    assert dawn.with_directives("let x = subgroupAdd(y);").startswith("enable subgroups; let")
+    matrices = dawn.with_directives("alias A = subgroup_matrix_left<f16, 8, 8>;").partition(" alias")[0]
+    wanted = {"enable subgroups", "enable f16", "enable chromium_experimental_subgroup_matrix", ""}
+    assert {word.strip() for word in matrices.split(";")} == wanted
+
+
+# The trial
+
+
+def test_the_trial(gpu: Gpu, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has passed for the device that is open; a wrong product would be told."""
+    assert [right for _, right in dawn_trial.products(gpu)] == [True] * (2 if gpu.caps.matrix else 1)
+    monkeypatch.setattr(dawn_trial, "products", lambda gpu: [("product", False)])
+    adapter = next(a for a in dawn.dawn_adapters(library) if a.info["device"] == gpu.name)
+    assert dawn_trial.try_adapter(adapter) == Trial(False, why="it computes a wrong product")
+
+
+@pytest.fixture
+def crashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library that has every function, all of which crash."""
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        pytest.skip("there is no C compiler for the library")
+    names = [name for name, _ in dawn.ffi.typeof("Functions").fields]
+    code = "#include <stdlib.h>\n" + "".join(f"void *wgpu{name}(void) {{ abort(); }}\n" for name in names)
+    (tmp_path / "crash.c").write_text(code)
+    path = tmp_path / "libcrash.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(tmp_path / "crash.c")], check=True)
+    monkeypatch.setenv("LLAMAGPU_DAWN", str(path))
+    monkeypatch.setenv("LLAMAGPU_CACHE", str(tmp_path / "cache"))
+    return path
+
+
+def test_a_library_that_crashes(crashing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried once, in another process, and not used."""
+    (trial,) = trials(crashing).values()
+    assert not trial.right and trial.why == "its trial ended with code -6"
+    monkeypatch.setattr(subprocess, "run", lambda *args, **more: pytest.fail("it is tried again"))
+    monkeypatch.setenv("LLAMAGPU_BACKEND", "dawn")
+    with pytest.raises(NoAdapter, match=r"libcrash\.so\) is not used: its trial ended with code -6"):
+        choose_adapter(None)
+    with pytest.raises(NoAdapter, match="ended with code -6"):
+        same_in_dawn(adapter_of("wgpu"), [], choice.list_adapters)
+
+
+@pytest.mark.parametrize("what", ["no file", "no library"])
+def test_a_bad_path(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "libdawn.so"
+    if what == "no library":
+        path.write_text("no library")
+    monkeypatch.setenv("LLAMAGPU_DAWN", str(path))
+    monkeypatch.setenv("LLAMAGPU_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LLAMAGPU_BACKEND", "dawn")
+    with pytest.raises(NoAdapter, match="there is no file" if what == "no file" else "has not the functions of Dawn"):
+        choose_adapter(None)
+
+
+# The choice
+
+
+def adapter_of(library: str, kind: str = "DiscreteGPU", **facts: Any) -> Any:
+    info = {"library": library, "version": "1", "adapter_type": kind, "backend_type": "Vulkan", "vendor_id": 1}
+    info |= {"device_id": 2, "device": "GPU", "description": "driver"} | facts
+    return SimpleNamespace(info=info)
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, trial, why",
+    [
+        ({}, {}, Trial(True, True), ""),
+        ({}, {}, Trial(True, False, "no subgroup matrices"), "not faster on this adapter: no subgroup matrices"),
+        ({}, {}, Trial(False, False, "it crashed"), "not right on this adapter: it crashed"),
+        ({}, {"device_id": 3}, Trial(True, True), "Dawn does not offer this adapter"),
+        ({"kind": "CPU"}, {}, Trial(True, True), "a software adapter has no matrix units"),
+    ],
+)
+def test_where_dawn_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ours: Any, theirs: Any, trial: Trial, why: str
+) -> None:
+    adapter, other = adapter_of("wgpu", **ours), adapter_of("dawn", **theirs)
+    found = {LIBRARY: Trial(True), adapter_key(other.info): trial}
+    monkeypatch.setattr(choice, "trials", lambda path, again=False: found)
+    monkeypatch.setenv("LLAMAGPU_DAWN", str(tmp_path / "library"))
+    (tmp_path / "library").touch()
+    listed = {Library.WGPU: [adapter, adapter_of("wgpu")], Library.DAWN: [other]}
+    if why:
+        with pytest.raises(NoAdapter, match=why):
+            same_in_dawn(adapter, listed[Library.WGPU], listed.__getitem__)
+    else:
+        assert same_in_dawn(adapter, listed[Library.WGPU], listed.__getitem__) is other
+        with pytest.raises(NoAdapter, match="does not offer"):  # a second GPU of the same kind
+            same_in_dawn(listed[Library.WGPU][1], listed[Library.WGPU], listed.__getitem__)
+
+
+def test_trials_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter that no trial knows has the library tried again; a broken file too."""
+    path, runs = tmp_path / "library", []
+    path.write_bytes(b"library")
+    monkeypatch.setenv("LLAMAGPU_DAWN", str(path))
+    monkeypatch.setenv("LLAMAGPU_CACHE", str(tmp_path / "cache"))
+    known = {LIBRARY: Trial(True)}
+    monkeypatch.setattr(choice, "run_trials", lambda path: runs.append(path) or dict(known))
+    info = adapter_of("dawn").info
+    assert trials(path) == trials(path) == known and len(runs) == 1
+    assert choice.adapter_trial(info) == Trial(False, why="its trial did not find this adapter") and len(runs) == 2
+    known[adapter_key(info)] = Trial(True, True)
+    assert choice.adapter_trial(info) == choice.adapter_trial(info) == Trial(True, True) and len(runs) == 3
+    (file,) = (tmp_path / "cache/dawn").iterdir()
+    assert json.loads(file.read_text())[LIBRARY] == {"right": True, "faster": False, "why": ""}
+    file.write_text('{"library": 1}')
+    assert trials(path) == known and len(runs) == 4
