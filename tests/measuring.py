@@ -25,7 +25,7 @@ class Runner:
 
     def __init__(self, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
         self.monkeypatch, self.capfd = monkeypatch, capfd
-        monkeypatch.setattr(Gpu, "open", lambda wanted=None: gpu)
+        monkeypatch.setattr(Gpu, "open", lambda wanted=None, sequences=1: gpu)
         monkeypatch.setattr(gpu, "close", lambda: None)
 
     def __call__(self, *args: object) -> Result:

@@ -46,7 +46,7 @@ Rows = list[dict[str, Any]]
 @pytest.fixture
 def shared_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """`bench` opens and closes a device; here it gets the device of the tests."""
-    monkeypatch.setattr(Gpu, "open", lambda wanted=None: gpu)
+    monkeypatch.setattr(Gpu, "open", lambda wanted=None, sequences=1: gpu)
     monkeypatch.setattr(gpu, "close", lambda: None)
     return gpu
 
@@ -55,7 +55,7 @@ def shared_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
 def rows(gpu: Gpu) -> Rows:
     """A prompt, a generation, and both together, at two depths."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gpu, "open", lambda wanted=None: gpu)
+        patch.setattr(Gpu, "open", lambda wanted=None, sequences=1: gpu)
         patch.setattr(gpu, "close", lambda: None)
         patch.setattr(gpu, "pipelines", {})  # other tests may have compiled the same kernels
         wanted = make_cases([5], [6], [(4, 3)], [0, 16], [2048], [512], [None])

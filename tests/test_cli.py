@@ -83,7 +83,7 @@ def endless_model(tmp_path_factory) -> Path:
 def run(gpu, monkeypatch, capfdbinary):
     """llamagpu ARGS in this process, with the tests' open device."""
     opened = Gpu.open
-    monkeypatch.setattr(Gpu, "open", lambda wanted=None: opened(wanted) if wanted else gpu)
+    monkeypatch.setattr(Gpu, "open", lambda wanted=None, sequences=1: opened(wanted) if wanted else gpu)
     monkeypatch.setattr(gpu, "close", lambda: None)
     monkeypatch.setenv("LLAMAGPU_DEBUG", "0")  # --debug sets it; this restores it after the test
     monkeypatch.delenv("LLAMAGPU_DEBUG")

@@ -118,8 +118,8 @@ fn store_eight(token: u32, row: u32, a: vec4<f32>, b: vec4<f32>, split: u32) {
 
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) index: u32, @builtin(subgroup_id) subgroup: u32) {
-  let row0 = workgroup.x * TILE_N;
-  let token0 = workgroup.y * TILE_M;
+  let row0 = workgroup.y * TILE_N;  // workgroups with the same weights run side by side
+  let token0 = workgroup.x * TILE_M;
   let lane = index % 32u;
   let team = subgroup % TEAMS;
   let token1 = subgroup / TEAMS % (TILE_M / (16u * DOWN)) * 16u * DOWN;  // of the subgroup in the tile

@@ -72,7 +72,7 @@ def bench_parallel(
     progress: Progress | None = None,
 ) -> list[Row]:
     """A row for each number of sequences. Of the repetitions the fastest counts, as in llama-batched-bench one run."""
-    with map_device_lost(), closing(Gpu.open(options.device)) as gpu:
+    with map_device_lost(), closing(Gpu.open(options.device, max(widths))) as gpu:
         prompt, new, most = case.n_prompt, case.n_gen, max(widths)
         asked = EngineOptions(
             context=case.tokens,

@@ -220,7 +220,7 @@ def load_model(
             source = undo.enter_context(closing(open_source(source)))
         times.open_s, started = elapsed(started)
         owns_gpu = gpu is None
-        gpu = gpu or undo.enter_context(closing(Gpu.open(options.device)))
+        gpu = gpu or undo.enter_context(closing(Gpu.open(options.device, options.parallel)))
         settings = fitting(options, resolve(options, source, gpu), source, gpu)
         times.device_s, started = elapsed(started)
         memory = check_memory(source, settings, gpu, on_plan=on_plan)

@@ -225,6 +225,11 @@ def tile_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Gri
     return -(-s.n // c["TILE_N"]), -(-rows // c["TILE_M"]), c.get("GRID_SPLIT", 1)
 
 
+def matrix_tile_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    x, y, z = tile_grid(s, c, caps, rows, position)
+    return y, x, z
+
+
 def pairs_by_token_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
     return -(-s.n // (2 * c["WORKGROUP"])), rows, 1
 
@@ -611,7 +616,7 @@ def _matrix_route(tile: tuple[int, int, int, int], splits: int) -> Route[Linear]
     def fits(s: Linear, c: Caps) -> bool:
         return on_matrices(s, c) and matrix_tile(s) == tile and matrix_splits(s) == splits
 
-    return Route("linear_matrix", fits, needs, tile_grid, (Role.HALVES, Role.EPILOGUE), consts)
+    return Route("linear_matrix", fits, needs, matrix_tile_grid, (Role.HALVES, Role.EPILOGUE), consts)
 
 
 def _gemm_route(case: str, fits: Callable[[Linear, Caps], bool], consts: Consts) -> Route[Linear]:

@@ -153,8 +153,9 @@ class Gpu:
         )
 
     @classmethod
-    def open(cls, wanted: str | None = None) -> "Gpu":
-        adapter, _ = choose_adapter(wanted or os.environ.get("LLAMAGPU_DEVICE"))
+    def open(cls, wanted: str | None = None, sequences: int = 1) -> "Gpu":
+        """The adapter that is wanted; `sequences` may decide between implementations of WebGPU."""
+        adapter, _ = choose_adapter(wanted or os.environ.get("LLAMAGPU_DEVICE"), sequences=sequences)
         return cls(adapter)
 
     def close(self) -> None:
