@@ -274,3 +274,8 @@ def test_trials_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert json.loads(file.read_text())[LIBRARY] == {"right": True, "faster": False, "why": ""}
     file.write_text('{"library": 1}')
     assert trials(path) == known and len(runs) == 4
+    known[adapter_key(info)] = Trial(False, why="no memory")
+    trials(path, again=True)
+    assert not choice.adapter_trial(info).right and len(runs) == 5
+    os.utime(file, (0, 0))
+    assert not choice.adapter_trial(info).right and len(runs) == 6  # failures are kept for a day
