@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("wgpu")
-from composed import DAWN
+from composed import ADAPTERS, DAWN, compose_all
 from conftest import open_gpu
 from gguf_builder import tiny_llama
 from one_sequence import load_one
@@ -156,6 +156,11 @@ def test_matrices_compile(library: Path) -> None:
     consts = f"const SIDE = 16u;\nconst LANES = {dawn_trial.LANES}u;\n"
     module = native.create_module(consts + dawn_trial.BINDINGS + dawn_trial.MATRIX_PRODUCT, "matrices")
     native.device.create_compute_pipeline(layout="auto", compute={"module": module, "entry_point": "main"})
+    kernels = compose_all(ADAPTERS["matrices"], ["tiny"])
+    composed = [source for source in kernels if "subgroup_matrix" in source]
+    assert {kernels[source] for source in composed} == {"linear_matrix", "attend_matrix"}
+    for source in composed:
+        native.create_module(source, kernels[source])
     with pytest.raises(GPUValidationError, match="row_minor"):
         wrong = dawn_trial.MATRIX_PRODUCT.replace("row_major", "row_minor")
         native.create_module(consts + dawn_trial.BINDINGS + wrong, "matrices")
@@ -278,3 +283,8 @@ def test_trials_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert json.loads(file.read_text())[LIBRARY] == {"right": True, "faster": False, "why": ""}
     file.write_text('{"library": 1}')
     assert trials(path) == known and len(runs) == 4
+    known[adapter_key(info)] = Trial(False, why="no memory")
+    trials(path, again=True)
+    assert not choice.adapter_trial(info).right and len(runs) == 5
+    os.utime(file, (0, 0))
+    assert not choice.adapter_trial(info).right and len(runs) == 6  # failures are kept for a day

@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from llamagpu.gpu.webgpu import Adapter
 # tokens a second of it and 2302 of wgpu. A step of 64 sequences of 8B takes 9.2 and 14.1 ms, of 32 6.2 and 8.4.
 MANY_SEQUENCES = 32
 TRIAL_S = 120.0  # a first compilation on a software adapter takes seconds
+DAY_S = 86400
 LIBRARY = "library"  # the key of the trial of all that comes before an adapter
 Listing = Callable[[Library], list[Adapter]]
 REMEDY_WGPU = "use --backend wgpu"
@@ -123,15 +125,16 @@ def adapter_trial(info: Mapping[str, Any]) -> Trial:
 
 
 def trials(path: Path, again: bool = False) -> dict[str, Trial]:
-    """By adapter, from the cache if they are there."""
+    """By adapter, from the cache if they are there; failures for a day: memory or a driver may have been the cause."""
     from llamagpu.gpu.dawn import library_digest
 
     file = cache_dir() / "dawn" / f"{library_digest(path)}.json"
     known: dict[str, Trial] = {}
     with suppress(OSError, ValueError, TypeError):
         known = {key: Trial(**trial) for key, trial in json.loads(file.read_text()).items()}
-    if known and not again:
-        return known
+        failed = not all(trial.right for trial in known.values())
+        if LIBRARY in known and not again and not (failed and time.time() - file.stat().st_mtime > DAY_S):
+            return known
     known |= run_trials(path)
     with suppress(OSError, LlamaGpuError):  # a cache that cannot be written is not an error
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -150,8 +153,9 @@ def run_trials(path: Path) -> dict[str, Trial]:
     except subprocess.TimeoutExpired as error:
         output, ended = (error.stdout or b"").decode(errors="replace"), f"its trial took longer than {TRIAL_S:g} s"
     for line in output.splitlines():
-        key, trial = json.loads(line)
-        found[key] = Trial(**trial)
+        with suppress(ValueError, TypeError):  # what a driver prints
+            key, trial = json.loads(line)
+            found[key] = Trial(**trial)
     return {
         key: Trial(False, why=ended) if not trial.right and not trial.why else trial for key, trial in found.items()
     }
