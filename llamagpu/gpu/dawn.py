@@ -356,8 +356,7 @@ class DawnAdapter:
         functions.AdapterGetLimits(handle, limits)
         names = [name for name, _ in ffi.typeof("Limits").fields[1:]]
         self.limits: dict[str, int] = {name.replace("_", "-"): getattr(limits, name) for name in names}
-        kinds = ((c.component, c.result, c.m, c.n, c.k) for c in (configs.list[i] for i in range(configs.count)))
-        self.matrix = next((kind[2] for kind in kinds if kind in (cube(16), cube(8))), 0)
+        self.matrix = next((kind[2] for kind in matrix_kinds(configs) if kind in (cube(16), cube(8))), 0)
         backends = {number: name for name, number in BACKEND_NUMBERS.items()}
         self.info: dict[str, Any] = {
             **{name: to_string(getattr(info, name)) for name in ("vendor", "architecture", "device", "description")},
@@ -397,6 +396,19 @@ class DawnAdapter:
         if not handle:
             raise GPUError(message.partition("\n")[0])
         return DawnNative(self.instance, Device(functions, handle, faults))
+
+
+def matrix_kinds(configs: Any) -> list[tuple[int, ...]]:
+    """(component, result, M, N, K) of each configuration.
+
+    Two subgroup sizes follow them in a Dawn newer than August 2026. In an older one, as in litert-lm-api 0.18.1, the
+    next configuration does.
+    """
+    words = ffi.cast("uint32_t *", configs.list)
+    found = [tuple(words[5 * i : 5 * i + 5]) for i in range(configs.count)]
+    if all(0 < kind[0] <= 6 and 0 < kind[1] <= 6 for kind in found):
+        return found
+    return [tuple(words[7 * i : 7 * i + 5]) for i in range(configs.count)]
 
 
 def cube(side: int) -> tuple[int, ...]:
