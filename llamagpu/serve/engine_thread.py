@@ -251,9 +251,19 @@ class EngineThread:
             self._hand_over()
             self._calls.popleft()()
         if self._has_work():
+            assert self.llama is not None
+            began = time.perf_counter()
             self._step()
+            began = self._spent("decode_ahead" if self.llama.scheduler.flight else "mixed_step", began)
             if self._hands_over():
                 self._hand_over()
+                self._spent("hand_over", began)
+
+    def _spent(self, state: str, began: float) -> float:
+        """Count the time since then; return the time."""
+        now = time.perf_counter()
+        self.metrics.engine_seconds[state] += now - began
+        return now
 
     def _has_work(self) -> bool:
         """Whether a step is due: also one that only gives back what cancelled requests hold."""
