@@ -102,7 +102,7 @@ class Connection:
 
 def body(number: int, args: argparse.Namespace) -> dict[str, Any]:
     """A request of a length of its own; most are sampled, with a seed. Those to compare are all alike."""
-    rng = random.Random(number)
+    rng = random.Random(args.seed * args.requests + number)
     words = COMPARED_PROMPT if args.compare else rng.choice([2, 8, 30, 100])
     return {
         "prompt": " ".join(rng.choices(WORDS.split(), k=words)),
@@ -225,17 +225,18 @@ def described(report: Report, spent: dict[str, float], clients: int) -> str:
 
 
 def compared(report: Report, args: argparse.Namespace) -> str:
-    """The speed of prompts and texts together beside that of `bench --parallel` with requests of the same size."""
-    finished = len(report.texts)
+    """The speed of prompts and texts together; beside it that of `bench --parallel` with requests of the same size."""
+    finished, speed = len(report.texts), (report.prompt_tokens + report.tokens) / report.seconds
     prompt, new = round(report.prompt_tokens / finished), round(report.tokens / finished)
+    result = f"prompts of {prompt} and {new} new tokens: {speed:.1f} tok/s in all"
+    if args.url:
+        return result
     command = [sys.executable, "-m", "llamagpu", "bench", "-m", args.model, "-p", str(prompt), "-n", str(new)]
     output = subprocess.run([*command, "-npl", str(args.parallel), "-o", "jsonl"], stdout=subprocess.PIPE, check=True)
     row = json.loads(output.stdout)
-    speed = (report.prompt_tokens + report.tokens) / report.seconds
     return (
-        f"prompts of {prompt} and {new} new tokens, {args.parallel} at once: {speed:.1f} tok/s in all, bench "
-        f"{row['speed']:.1f} ({row['t_pp']:.3f} s prompts, {row['t_tg']:.3f} s texts): "
-        f"{100 * speed / row['speed']:.0f} %"
+        f"{result}, {100 * speed / row['speed']:.0f} % of bench --parallel {args.parallel}: {row['speed']:.1f} tok/s "
+        f"({row['t_pp']:.3f} s prompts, {row['t_tg']:.3f} s texts)"
     )
 
 
