@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 PREFIX = "llamagpu_"
 # What the engine's thread does: steps that are submitted ahead, steps that wait (with prompts, or tokens that the host
-# must see first), giving tokens to the event loop.
+# must see first); while the device computes one of these, giving tokens to the event loop.
 ENGINE_STATES = ("decode_ahead", "mixed_step", "hand_over")
 
 
