@@ -136,6 +136,7 @@ class Flight:
     positions: list[int]  # of each request's next row
     pending: deque[tuple[Pending, int]] = field(default_factory=deque)  # and how many steps
     first: bool = True  # the host has written the tokens of the first step
+    most: int = 1  # steps of the next submission; twice as many each time, so that the device begins at once
     ended: list[Request] = field(default_factory=list)  # whose rows go on for nobody, in pages of their own
     failed: bool = False  # one of them with an error
 
@@ -598,7 +599,7 @@ class Scheduler:
         context = self.engine.settings.context
         wanted = max((r.left(context) for r in self.running), default=0) - submitted
         fitting = min(context - position for position in flight.positions)
-        count = min(self.engine.tokens_per_submit, wanted, fitting)
+        count = min(self.engine.tokens_per_submit, flight.most, wanted, fitting)
         if count <= 0:
             return 0
         # and one position more: sampling looks up the cell of the next token
@@ -619,6 +620,7 @@ class Scheduler:
             steps += [Step(model.plan(rows, p, embed, rows), rows, p), Step(sample, rows, p)]
         flight.pending.append((engine.recorder.submit(steps, *results, ahead=True), count))
         flight.positions = [p + count for p in flight.positions]
+        flight.most *= 2
 
     def _receive(self, flight: Flight) -> None:
         """The tokens of the oldest submission in flight."""
