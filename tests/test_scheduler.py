@@ -454,6 +454,27 @@ def test_rows_of_ended_requests_stay_in_pages_of_their_own(path, gpu, monkeypatc
     check_empty(scheduler)
 
 
+def test_new_requests_join_together(path, gpu, monkeypatch):
+    """One waits while eight decode, also where no step runs ahead; half as many as run join at once."""
+    monkeypatch.setattr(scheduling, "PACE_S", 1e9)
+    scheduler = Scheduler(load(path, gpu, parallel=16, positions=4096).engine)
+    host = Request([1, 4], GREEDY, 20, sample=lambda logits, mask=None: int(logits.argmax()))
+    late = [Request([1, 50 + i], GREEDY, 2) for i in range(4)]
+    for request in (host, *(Request([1, 5 + i], GREEDY, 60) for i in range(7))):
+        scheduler.submit(request)
+    scheduler.step()
+    for request in late[:3]:
+        scheduler.submit(request)
+    scheduler.step()
+    assert not scheduler.flight and {r.state for r in late[:3]} == {State.WAITING}
+    scheduler.submit(late[3])
+    scheduler.step()
+    assert [len(r.new) for r in late] == [1] * 4
+    while scheduler.running or scheduler.waiting:
+        scheduler.step()
+    check_empty(scheduler)
+
+
 @pytest.mark.parametrize("where", ["_leave", "_receive"])
 def test_interrupted_while_a_flight_lands(path, gpu, monkeypatch, where):
     """Those that ended in it give slots and pages back all the same."""
