@@ -688,16 +688,34 @@ class Generation(Iterator[Token]):
     def _next(self) -> Token | None:
         assert self._request is not None
         id = self.llama.scheduler.next_token(self._request)
-        self._time(id)
+        self._time(id is not None)
         if id is None:
             self.finish_reason = "length" if self.max_tokens == 0 else "context"  # or the cache was full
             return None
+        return self._accept(id, self._request)
+
+    def take(self) -> list[Token]:
+        """The next tokens that are there without waiting, none at the end."""
+        request, found = self._request, list[Token]()
+        if request is None:
+            return found
+        while request.taken < len(request.new) and not self.finish_reason:
+            request.taken += 1
+            found.append(self._accept(request.new[request.taken - 1], request))
+        if found:
+            self._time(len(found))
+        return found
+
+    def _accept(self, id: int, request: Request) -> Token:
         self.ids.append(id)
+        logprob = None
         if self.top_logprobs is not None:
-            self.logprobs.append(logprob_of(self.llama.tokenizer, id, self._request.scores[len(self.ids) - 1]))
-        text = self._held + ("" if self._ends(id) else self._decoder.push(id))
-        cut = min((i for i in (text.find(s) for s in self.stop) if i >= 0), default=-1)
-        reason = "stop" if cut >= 0 else self._reason(id)
+            logprob = logprob_of(self.llama.tokenizer, id, request.scores[len(self.ids) - 1])
+            self.logprobs.append(logprob)
+        ends = not self.ignore_eos and self.llama.tokenizer.is_end(id)
+        text = self._held + ("" if ends else self._decoder.push(id))
+        cut = min((i for i in (text.find(s) for s in self.stop) if i >= 0), default=-1) if self.stop else -1
+        reason = "stop" if cut >= 0 or ends else self._reason(request)
         if cut >= 0:
             shown = cut
             self.stopped_by = next(s for s in self.stop if text.startswith(s, cut))
@@ -705,31 +723,29 @@ class Generation(Iterator[Token]):
             text += self._decoder.flush()
             shown = len(text)
         else:
-            shown = len(text) - possible_stop(text, self.stop)
+            shown = len(text) - possible_stop(text, self.stop) if self.stop else len(text)
         self._held = text[shown:]
         self.text += text[:shown]
         if reason:
-            self.llama.scheduler.cancel(self._request)
+            self.llama.scheduler.cancel(request)
             self.finish_reason = reason
-        return Token(id, text[:shown], self.logprobs[-1] if self.top_logprobs is not None else None)
+        return Token(id, text[:shown], logprob)
 
-    def _time(self, id: int | None) -> None:
+    def _time(self, tokens: int) -> None:
+        """So many have come."""
         assert self._request is not None
         times, since = self.timings, time.perf_counter() - self._began
         times.cached_tokens = self._request.cached
         if not times.tokens:
             times.prefill_s = since
-        if id is not None:
+        if tokens:
             times.first_token_s = times.first_token_s or since
-            times.tokens += 1
+            times.tokens += tokens
             times.decode_s = since - times.first_token_s
 
-    def _ends(self, id: int) -> bool:
-        return self.llama.tokenizer.is_end(id) and not self.ignore_eos
-
-    def _reason(self, id: int) -> str:
-        """The finish reason if `id`, the latest token, is the last one; else empty."""
-        if self._ends(id) or (self._request and self._request.matched == len(self.ids)):
+    def _reason(self, request: Request) -> str:
+        """The finish reason if the latest token, which does not end the text, is the last one; else empty."""
+        if request.matched == len(self.ids):
             return "stop"
         if len(self.ids) == self.max_tokens:
             return "length"

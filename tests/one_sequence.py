@@ -82,7 +82,7 @@ def forget(llama: Llama) -> None:
     """As if it had read nothing yet."""
     pool = llama.loaded.engine.cache.pool
     with llama.scheduler.alone(0):
-        for page in [page for found in pool.following.get(ROOT, {}).values() for page in found.values()]:
+        for page in [page for _, page in pool.following.get(ROOT, ())]:
             pool.forget(page)
 
 

@@ -205,6 +205,11 @@ def sample_on(
         results.append(np.append(words[0][: sampler.first_change], words[1]))
     firsts = [(seg.slot, seg.position + len(seg.tokens), i) for i, seg in enumerate(segments[:sampled])]
     found = [[sampler.token(results[i // RING], slot, first + i) for i in range(count)] for slot, first, _ in firsts]
+    if count <= RING:
+        slots, positions, _ = zip(*firsts, strict=True)
+        together, finite = sampler.tokens(results[0], slots, positions, count)
+        assert together == [[token for token, _ in row] for row in found]
+        assert finite == [bool(np.isfinite([logit for _, logit in row]).all()) for row in found]
     tokens, raw = np.moveaxis(np.array(found), 2, 0)
     scored = [
         [sampler.token_scores(results[j // RING], slot, first + j, top) for j in range(count)]

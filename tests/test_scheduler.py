@@ -431,7 +431,7 @@ def test_a_prompt_cache_file_in_a_full_cache(path, gpu, tmp_path):
 
 def test_rows_of_ended_requests_stay_in_pages_of_their_own(path, gpu, monkeypatch):
     """Of a wide flight some end, or go away; nobody else's text changes, and a new one waits until the flight lands."""
-    monkeypatch.setattr(scheduling, "FLIGHT_S", 1e9)
+    monkeypatch.setattr(scheduling, "PACE_S", 1e9)
     monkeypatch.setattr(Flight, "narrow", False)
     scheduler = Scheduler(load(path, gpu, parallel=10, positions=4096).engine)
     lengths = [3, 60, 5, 90, 4, 70, 2, 80]
@@ -454,6 +454,27 @@ def test_rows_of_ended_requests_stay_in_pages_of_their_own(path, gpu, monkeypatc
     check_empty(scheduler)
 
 
+def test_new_requests_join_together(path, gpu, monkeypatch):
+    """One waits while eight decode, also where no step runs ahead; half as many as run join at once."""
+    monkeypatch.setattr(scheduling, "PACE_S", 1e9)
+    scheduler = Scheduler(load(path, gpu, parallel=16, positions=4096).engine)
+    host = Request([1, 4], GREEDY, 20, sample=lambda logits, mask=None: int(logits.argmax()))
+    late = [Request([1, 50 + i], GREEDY, 2) for i in range(4)]
+    for request in (host, *(Request([1, 5 + i], GREEDY, 60) for i in range(7))):
+        scheduler.submit(request)
+    scheduler.step()
+    for request in late[:3]:
+        scheduler.submit(request)
+    scheduler.step()
+    assert not scheduler.flight and {r.state for r in late[:3]} == {State.WAITING}
+    scheduler.submit(late[3])
+    scheduler.step()
+    assert [len(r.new) for r in late] == [1] * 4
+    while scheduler.running or scheduler.waiting:
+        scheduler.step()
+    check_empty(scheduler)
+
+
 @pytest.mark.parametrize("where", ["_leave", "_receive"])
 def test_interrupted_while_a_flight_lands(path, gpu, monkeypatch, where):
     """Those that ended in it give slots and pages back all the same."""
@@ -472,7 +493,7 @@ def test_interrupted_while_a_flight_lands(path, gpu, monkeypatch, where):
         real(what)
 
     monkeypatch.setattr(scheduler, where, interrupted)
-    monkeypatch.setattr(scheduling, "FLIGHT_S", 0.0)
+    monkeypatch.setattr(scheduling, "PACE_S", 0.0)
     scheduler.submit(Request([1, 99], GREEDY, 2))
     with pytest.raises(KeyboardInterrupt):
         while True:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import http.client as http_client
 import json
 import random
 import socket
@@ -355,6 +356,33 @@ def test_a_client_that_goes_away_frees_its_slot(server: Served, http: httpx.Clie
         wait_until_idle(http)
     pages = [line for line in http.get("/metrics").text.splitlines() if line.startswith("llamagpu_kv_pages_used ")]
     assert pages == ["llamagpu_kv_pages_used 0"]
+
+
+def test_a_client_that_does_not_read(server: Served, http: httpx.Client) -> None:
+    """It holds up nobody, and gets all of its text when it reads. HTTP/1.0 has no chunks."""
+    wanted = {**LONG, "max_tokens": 300, "logprobs": True, "top_logprobs": 20, "stream": True}
+    lines = http.post("/v1/chat/completions", json=wanted).text.splitlines()
+    body = json.dumps(wanted).encode()
+    for version in ("1.1", "1.0"):
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            host, port = server.url.removeprefix("http://").split(":")
+            connection.connect((host, int(port)))
+            head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: x\r\nAuthorization: Bearer {KEY}"
+            head += f"\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            assert http.post("/v1/chat/completions", json={**LONG, "max_tokens": 2}).status_code == 200
+            wait_until_idle(http)
+            response = http_client.HTTPResponse(connection)
+            response.begin()
+            assert (response.getheader("Transfer-Encoding") == "chunked") == (version == "1.1")
+            found = response.read().decode().splitlines()
+        assert content_of(found) == content_of(lines) and found[-2:] == ["data: [DONE]", ""]
+
+
+def content_of(lines: list[str]) -> str:
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
 
 
 def test_a_full_queue_refuses(server: Served, http: httpx.Client) -> None:

@@ -81,6 +81,16 @@ class DeviceSampler:
         at = slot * RING_WORDS + position % RING
         return int(words[at]), floats(words[at + RING : at + RING + 1])[0]
 
+    def tokens(
+        self, words: NDArray[np.uint32], slots: Items[int], positions: Items[int], count: int
+    ) -> tuple[list[list[int]], list[bool]]:
+        """`count` tokens of each slot from its position on, and whether they all have a logit that is a number."""
+        rings = words[: self.slots * RING_WORDS].reshape(self.slots, 2, RING)
+        places = (np.array(positions)[:, None] + np.arange(count)) % RING
+        found = rings[np.array(slots)[:, None], :, places]  # [slots, count, 2]
+        finite = np.isfinite(np.ascontiguousarray(found[..., 1]).view(np.float32))
+        return found[..., 0].tolist(), [all(row) for row in finite.tolist()]
+
     def logits_finite(self, words: NDArray[np.uint32], slot: int) -> bool:
         """Whether the logits were numbers, where they were checked."""
         return not words[self.first_check + slot]

@@ -27,6 +27,9 @@ from llamagpu.gpu.webgpu import BufferUsage
 
 TEXTURE_ROWS = constants("attend_texture")["TEXTURE_ROWS"]  # cells below each other in a cache texture
 SMALLER = {KvType.F32: ", or an f16 cache (-ctk f16)", KvType.F16: ", or a q8_0 cache (-ctk q8_0)"}
+# Positions of a page that are worth a copy, where most of the prompt is computed anyway: it takes a submission, about
+# as long as 8 prompt rows on an H200.
+MIN_COPIED = 8
 Bytes = NDArray[np.uint8]
 
 
@@ -101,17 +104,17 @@ class KvCache(ABC):
         pages = list(prefix.pages[: found // PAGE])
         self.pool.hold(pages)
         if used:
-            last = self._unfinished(prefix.pages[-1], used)
+            last = self._unfinished(prefix.pages[-1], used, used >= MIN_COPIED or 2 * used >= len(ids) - found)
             pages += last
             found -= 0 if last else used
         sequence.ids, sequence.pages, sequence.checked = list(ids[:found]), pages, found
         self.sequences.add(sequence)
         return found
 
-    def _unfinished(self, page: int, used: int) -> list[int]:
+    def _unfinished(self, page: int, used: int, worth_copy: bool) -> list[int]:
         """A page to go on writing to after the first `used` positions of this one; none if there is no room.
 
-        It is this one if nobody holds it, and what else is in it need not stay; or a copy.
+        It is this one if nobody holds it, and what else is in it need not stay; or a copy, if that is worth it.
         """
         pool = self.pool
         diverges = len(pool.contents[page].ids) > used
@@ -120,7 +123,7 @@ class KvCache(ABC):
             if diverges:
                 pool.forget(page)
             return [page]
-        taken = pool.take(1) or []
+        taken = (pool.take(1) or []) if worth_copy else []
         for copy in taken:
             self.copy_page(page, copy)
         return taken

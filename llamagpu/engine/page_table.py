@@ -17,11 +17,15 @@ class PageTable:
         self.gpu, self.capacity = gpu, capacity
         self.pages = -(-positions // PAGE)
         self.entries: NDArray[np.uint32] = np.zeros((slots, self.pages), np.uint32)
+        self.assigned: list[list[int]] = [[] for _ in range(slots)]  # the beginning of each row
         # one more: sampling kernels look up the position after the last
         self.buffer: Buffer = gpu.zeros(4 * (self.entries.size + 1), "table")
 
     def assign(self, slot: int, pages: Items[int]) -> None:
         """These are the first pages of the slot's sequence. Only what changes is written to the device."""
+        if self.assigned[slot][: len(pages)] == pages:
+            return  # numpy would take ten times as long, for every sequence of every step
+        self.assigned[slot] = list(pages)
         wanted = np.array(pages, np.uint32)
         changed = np.flatnonzero(self.entries[slot, : len(pages)] != wanted)
         if len(changed):
@@ -29,9 +33,9 @@ class PageTable:
             self.entries[slot, first:end] = wanted[first:end]
             self.gpu.write(self.buffer, wanted[first:end], offset=4 * (slot * self.pages + first))
 
-    def cells(self, slot: int, positions: NDArray[np.integer]) -> NDArray[np.uint32]:
-        """Where positions of the slot's sequence are in the cache."""
-        return np.asarray(self.entries[slot, positions // PAGE] * PAGE + positions % PAGE, np.uint32)
+    def cells(self, slots: NDArray[np.integer], positions: NDArray[np.integer]) -> NDArray[np.uint32]:
+        """Where positions of the slots' sequences are in the cache."""
+        return np.asarray(self.entries[slots, positions // PAGE] * PAGE + positions % PAGE, np.uint32)
 
 
 def in_order(gpu: Gpu, capacity: int) -> PageTable:

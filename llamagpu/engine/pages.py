@@ -5,6 +5,7 @@ that any sequence with the same ids up to its end may read it. A page that nobod
 place is needed; the least recently used go first.
 """
 
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
@@ -40,8 +41,8 @@ class PagePool:
         self.free = list(range(count - 1, -1, -1))
         self.holders = [0] * count
         self.contents: dict[int, Contents] = {}  # of pages that can be found
-        # page before -> first id -> ids -> page: of thousands of prompts few begin with the same id
-        self.following: dict[int, dict[int, dict[Ids, int]]] = {}
+        # page before -> (ids, page) in the order of the ids: the longest common beginning is a neighbour's
+        self.following: dict[int, list[tuple[Ids, int]]] = {}
         self.kept: OrderedDict[int, None] = OrderedDict()  # found, but held by nobody: the oldest first
 
     @property
@@ -97,28 +98,27 @@ class PagePool:
             if before != ROOT and before not in self.contents:
                 return  # its twin can be found, and what follows the twin
             own, page = tuple(ids[number * PAGE : (number + 1) * PAGE]), pages[number]
-            found = self.following.setdefault(before, {}).setdefault(own[0], {})
-            if found.get(own, page) != page:
+            siblings = self.following.setdefault(before, [])
+            at = bisect_left(siblings, (own,))
+            if at < len(siblings) and siblings[at][0] == own and siblings[at][1] != page:
                 if page in self.contents:
                     self.forget(page)
                 return
             if page in self.contents:  # with fewer ids
-                del found[self.contents[page].ids]
+                siblings.remove((self.contents[page].ids, page))
             self.contents[page] = Contents(before, own)
-            found[own] = page
+            insort(siblings, (own, page))
 
     def forget(self, page: int) -> None:
         """A page can no longer be found, nor can what follows it. Pages that nobody holds are free then."""
         contents = self.contents[page]
         siblings = self.following[contents.before]
-        del siblings[contents.ids[0]][contents.ids]
-        if not siblings[contents.ids[0]]:
-            del siblings[contents.ids[0]]
+        del siblings[bisect_left(siblings, (contents.ids,))]
         if not siblings:
             del self.following[contents.before]
         forgotten = [page]
         for gone in forgotten:  # no recursion: a long context is thousands of pages, one after another
-            forgotten += (next for found in self.following.pop(gone, {}).values() for next in found.values())
+            forgotten += (next for _, next in self.following.pop(gone, ()))
             del self.contents[gone]
             if gone in self.kept:
                 del self.kept[gone]
@@ -127,20 +127,20 @@ class PagePool:
     def find(self, ids: Items[int]) -> Prefix:
         """The longest prefix of `ids` that pages hold."""
         pages: list[int] = []
-        found: dict[Ids, int] = {}
         before, position = ROOT, 0
-        while position < len(ids):
-            found = self.following.get(before, {}).get(ids[position], {})
-            page = found.get(tuple(ids[position : position + PAGE])) if position + PAGE <= len(ids) else None
-            if page is None:
+        while True:
+            rest, siblings = tuple(ids[position : position + PAGE]), self.following.get(before, [])
+            at = bisect_left(siblings, (rest,))
+            near = ((common(own, rest), page) for own, page in siblings[max(0, at - 1) : at + 1])
+            length, last = max(near, default=(0, ROOT))
+            if not length:
                 break
-            pages.append(page)
-            before, position = page, position + PAGE
-        rest = tuple(ids[position : position + PAGE])
-        length, last = max(((common(own, rest), page) for own, page in found.items()), default=(0, ROOT))
-        if length:
             pages.append(last)
-        return Prefix(tuple(pages), position + length)
+            position += length
+            if length < PAGE:
+                break
+            before = last
+        return Prefix(tuple(pages), position)
 
 
 def common(a: Items[int], b: Items[int]) -> int:

@@ -1,6 +1,7 @@
 """Sampling parameters, and sampling from logits on the host in the order of llama.cpp's default chain."""
 
 import math
+import secrets
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,7 +72,7 @@ class Sampling:
 
     def seeded(self) -> "Sampling":
         """With a seed, a new one if it has none."""
-        return self if self.seed is not None else replace(self, seed=int(np.random.default_rng().integers(1 << 32)))
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
 
     @property
     def seed_word(self) -> int:

@@ -24,7 +24,7 @@ from llamagpu.engine.device_sampler import DeviceSampler
 from llamagpu.engine.engine import Engine, Progress
 from llamagpu.engine.fair_lock import FairLock
 from llamagpu.engine.grammar import Matcher
-from llamagpu.engine.pages import PAGE, common
+from llamagpu.engine.pages import PAGE
 from llamagpu.engine.sampler import HostSampler, Sampling, Scores, not_finite, score
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import MAX_SEGMENTS, Segment
@@ -33,9 +33,10 @@ from llamagpu.gpu.buffers import AnyBuffer
 from llamagpu.gpu.device import map_device_lost
 from llamagpu.gpu.recorder import Pending, Plan, Step
 
-# How long new requests wait for a flight of MIN_PACED rows or more, so that the prompts of several are computed
-# together: with 64 requests of 65 tokens one ends in every step, and there would be no steps ahead.
-FLIGHT_S = 0.03
+# How long MIN_PACED or more requests decode undisturbed before new ones join, unless those are half as many: the
+# prompts of several are computed together. With 64 requests of 65 tokens one ends in every step, and there would be no
+# steps ahead.
+PACE_S = 0.03
 MIN_PACED = 8
 STALL_S = 0.08  # how long prompt rows may keep decoding sequences waiting
 MIN_PROMPT_ROWS = 32  # of a step with decoding rows, however slow the device
@@ -88,6 +89,11 @@ class Request:
         return self.sample is not None or self.matcher is not None
 
     @property
+    def plain(self) -> bool:
+        """Whether nothing but its tokens comes from the device."""
+        return self.sample is None and self.matcher is None and self.logprobs is None
+
+    @property
     def masked(self) -> bool:
         """Whether the device applies its grammar's masks."""
         return self.matcher is not None and self.sample is None
@@ -130,18 +136,14 @@ class Flight:
     positions: list[int]  # of each request's next row
     pending: deque[tuple[Pending, int]] = field(default_factory=deque)  # and how many steps
     first: bool = True  # the host has written the tokens of the first step
+    most: int = 1  # steps of the next submission; twice as many each time, so that the device begins at once
     ended: list[Request] = field(default_factory=list)  # whose rows go on for nobody, in pages of their own
     failed: bool = False  # one of them with an error
-    began: float = field(default_factory=time.perf_counter)
 
     @property
     def narrow(self) -> bool:
         """Whether too few of its rows are still for somebody."""
         return 2 * len(self.ended) >= len(self.requests)
-
-    @property
-    def young(self) -> bool:
-        return len(self.requests) >= MIN_PACED and time.perf_counter() - self.began < FLIGHT_S
 
 
 class Scheduler:
@@ -157,6 +159,8 @@ class Scheduler:
         self.slots = list(range(min(engine.settings.slots, MAX_SEGMENTS) - 1, -1, -1))  # free ones
         self.flight: Flight | None = None
         self.row_s = 0.0  # seconds for a prompt row, as measured last
+        self.prompts_at = 0.0  # when the last prompt rows were computed
+        self.while_computing: Callable[[], None] = lambda: None  # called while the device computes a step
 
     # Requests
 
@@ -271,7 +275,7 @@ class Scheduler:
                 self.flight.failed |= error is not None
             else:
                 self._leave(request)
-        with suppress(ValueError):
+        elif request in self.waiting:
             self.waiting.remove(request)
 
     def _leave(self, request: Request) -> None:
@@ -285,15 +289,21 @@ class Scheduler:
     # Who runs
 
     def _admit(self) -> None:
-        if self.flight and self.waiting and self.flight.young:
+        if not self.waiting or self._paced():
             return
-        if self.flight and self.waiting and self.flight.ended:
+        if self.flight and self.flight.ended:
             self._land()  # the slots of those that ended are free
         while self.waiting and self.slots and self._start(self.waiting[0]):
             request = self.waiting.popleft()
             self.running.append(request)
             if request.state is State.PROMPT:
                 self._report(request)
+
+    def _paced(self) -> bool:
+        """Whether new requests wait for others to join with them."""
+        rows, ended = (len(self.flight.requests), len(self.flight.ended)) if self.flight else (len(self.running), 0)
+        many = 2 * min(len(self.waiting), len(self.slots) + ended) >= rows - ended
+        return not many and rows >= MIN_PACED and time.perf_counter() - self.prompts_at < PACE_S
 
     def _start(self, request: Request) -> bool:
         """Give a request a slot and pages for its prompt. False if it has to wait."""
@@ -329,8 +339,9 @@ class Scheduler:
     def _will_share(self, prompt: list[int]) -> bool:
         """Whether a prompt that is being computed begins like this one: its pages can be shared soon."""
         found = self.engine.cache.pool.find(prompt[:-1]).positions
+        shared = prompt[: (found // PAGE + 1) * PAGE]  # with one page more
         computing = (r.prompt for r in self.running if r.state is State.PROMPT)
-        return any(common(prompt[:-1], other) // PAGE * PAGE > found for other in computing)
+        return len(shared) < len(prompt) and any(other[: len(shared)] == shared for other in computing)
 
     def _make_room(self, request: Request, positions: int) -> bool:
         """Pages for so many positions of a decoding request; the youngest others are paused for it."""
@@ -371,7 +382,10 @@ class Scheduler:
             for request, _ in prompts:
                 self._report(request)
             return
+        self.while_computing()
         words = pending.wait()
+        if prompts:
+            self.prompts_at = time.perf_counter()
         if words[self.engine.model.sampler.timed_out_word] or self.engine.subgroups_differ():
             self._repair(requests, segments)
             return
@@ -379,8 +393,9 @@ class Scheduler:
         self._measure(sum(len(piece) for _, piece in prompts), time.perf_counter() - began - compiling)
         for request, _ in prompts:
             self._report(request)
+        self._extend([r for r in sampled if r.plain and r.state is State.DECODE], words, 1)
         for i, request in enumerate(sampled):
-            if not request.done:
+            if request.state is State.PROMPT or (not request.plain and not request.done):
                 self._deliver(request, i, words)
 
     def _rows_with_room(self) -> list[Request]:
@@ -493,6 +508,38 @@ class Scheduler:
                 self.engine.cache.clear(request.sequence, good)
             self._finish(request, error)
 
+    def _extend(self, requests: list[Request], words: NDArray[np.uint32], count: int) -> None:
+        """`count` tokens that the device has sampled for each, from the position after its sequence on."""
+        if not requests:
+            return
+        slots, positions = [r.sequence.slot for r in requests], [len(r.sequence) for r in requests]
+        found = self.engine.model.sampler.tokens(words, slots, positions, count)
+        for request, tokens, finite in zip(requests, *found, strict=True):
+            with self._ends_alone(request):
+                if request.plain and finite:
+                    self._append_all(request, tokens)
+                else:
+                    self._take_each(request, words, count)
+
+    def _append_all(self, request: Request, tokens: list[int]) -> None:
+        left = request.left(self.engine.settings.context)
+        end = next((i for i, token in enumerate(tokens, 1) if request.is_end(token)), left)
+        kept = tokens[: min(left, end)]
+        request.new += kept
+        request.sequence.ids += kept[:-1]
+        request.sequence.checked = len(request.sequence)
+        if min(left, end) <= len(tokens):
+            self._finish(request)
+
+    def _take_each(self, request: Request, words: NDArray[np.uint32], count: int) -> None:
+        for i in range(count):
+            if request.done:
+                return
+            if i:
+                request.sequence.ids.append(request.last)
+            request.sequence.checked = len(request.sequence)
+            self._take(request, words)
+
     def _take(self, request: Request, words: NDArray[np.uint32]) -> None:
         """The token that the device has sampled for the position after the sequence."""
         sampler, slot, position = self.engine.model.sampler, request.sequence.slot, len(request.sequence)
@@ -552,7 +599,7 @@ class Scheduler:
         context = self.engine.settings.context
         wanted = max((r.left(context) for r in self.running), default=0) - submitted
         fitting = min(context - position for position in flight.positions)
-        count = min(self.engine.tokens_per_submit, wanted, fitting)
+        count = min(self.engine.tokens_per_submit, flight.most, wanted, fitting)
         if count <= 0:
             return 0
         # and one position more: sampling looks up the cell of the next token
@@ -573,10 +620,12 @@ class Scheduler:
             steps += [Step(model.plan(rows, p, embed, rows), rows, p), Step(sample, rows, p)]
         flight.pending.append((engine.recorder.submit(steps, *results, ahead=True), count))
         flight.positions = [p + count for p in flight.positions]
+        flight.most *= 2
 
     def _receive(self, flight: Flight) -> None:
         """The tokens of the oldest submission in flight."""
         engine, began = self.engine, time.perf_counter()
+        self.while_computing()
         result, count = flight.pending.popleft()
         words = result.wait()
         if words[engine.model.sampler.timed_out_word] or engine.subgroups_differ():
@@ -588,14 +637,10 @@ class Scheduler:
         engine.tokens_per_submit = max(
             1, min(2 * engine.tokens_per_submit, MAX_TOKENS_PER_SUBMIT, int(SUBMIT_S / max(step_s, 1e-6)))
         )
-        for request in flight.requests:
-            for _ in range(count):
-                if request.state is not State.DECODE:
-                    break  # it has ended, and the rest of its tokens is nobody's
-                request.sequence.ids.append(request.last)
-                request.sequence.checked = len(request.sequence)
-                with self._ends_alone(request):
-                    self._take(request, words)
+        decoding = [r for r in flight.requests if r.state is State.DECODE]  # the tokens of others are nobody's
+        for request in decoding:
+            request.sequence.ids.append(request.last)
+        self._extend(decoding, words, count)
 
     def _land(self) -> None:
         """Receive everything in flight."""

@@ -6,6 +6,7 @@
 import re
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,18 +48,16 @@ class StepInputs:
 def encode(segments: Items[Segment], table: PageTable | None = None) -> NDArray[np.uint32]:
     """The words of `struct Step`."""
     counts = [len(segment.tokens) for segment in segments]
+    slots, positions = [segment.slot for segment in segments], [segment.position for segment in segments]
+    firsts = np.cumsum(counts) - counts
     words = np.zeros(HEADER_WORDS + 4 * MAX_SEGMENTS + 4 * sum(counts), np.uint32)
     words[:HEADER_WORDS] = sum(counts), len(segments), table.capacity if table else 0, table.pages if table else 0
+    heads = words[HEADER_WORDS : HEADER_WORDS + 4 * len(segments)].reshape(-1, 4)  # first row, rows, slot, position
+    heads[:] = np.transpose([firsts, counts, slots, positions])
     rows = words[HEADER_WORDS + 4 * MAX_SEGMENTS :].reshape(-1, 4)  # slot, position, token, cell
-    first = 0
-    for i, (segment, count) in enumerate(zip(segments, counts, strict=True)):
-        at = HEADER_WORDS + 4 * i
-        words[at : at + 4] = first, count, segment.slot, segment.position
-        mine = rows[first : first + count]
-        mine[:, 0] = segment.slot
-        mine[:, 1] = np.arange(segment.position, segment.position + count)
-        mine[:, 2] = segment.tokens
-        if table:
-            mine[:, 3] = table.cells(segment.slot, mine[:, 1])
-        first += count
+    rows[:, 0] = np.repeat(slots, counts)
+    rows[:, 1] = np.arange(sum(counts)) + np.repeat(positions - firsts, counts)
+    rows[:, 2] = list(chain.from_iterable(segment.tokens for segment in segments))
+    if table:
+        rows[:, 3] = table.cells(rows[:, 0], rows[:, 1])
     return words

@@ -124,6 +124,7 @@ class Tokenizer:
         """`add_bos`, `bos` and `eos` are defaults for files whose metadata lacks them."""
         self._tokens = _strings(metadata, "tokenizer.ggml.tokens")
         self.vocab_size = len(self._tokens)
+        self._bytes: dict[int, bytes] = {}  # of tokens that have come up
         if "" in self._tokens:
             self._tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(self._tokens)]
         self._ids = dict(zip(self._tokens, range(self.vocab_size), strict=True))
@@ -214,6 +215,12 @@ class Tokenizer:
         return self._tokens[id]
 
     def token_bytes(self, id: int) -> bytes:
+        found = self._bytes.get(id)
+        if found is None:
+            found = self._bytes[id] = self._bytes_of(id)
+        return found
+
+    def _bytes_of(self, id: int) -> bytes:
         text = self.token_text(id)
         if id in self._special_ids:
             return _utf8(text)

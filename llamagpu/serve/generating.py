@@ -21,12 +21,13 @@ MIN_LOGPROB = -9999.0  # as OpenAI writes minus infinity
 
 @asynccontextmanager
 async def generating(
-    server: Server, prepare: Callable[[Llama], tuple[list[Generation], T]], count: int
+    server: Server, prepare: Callable[[Llama], tuple[list[Generation], T]], count: int, quick: bool = False
 ) -> AsyncIterator[tuple[Jobs, T]]:
-    """Run what `prepare` makes, in a thread of its own: templates, tokens and grammars take their time."""
+    """Run what `prepare` makes, in a thread of its own unless it is `quick`: templates, tokens and grammars take their
+    time."""
     llama = server.llama
     with server.engine.admitted(count):
-        runs, more = await asyncio.to_thread(prepare, llama)
+        runs, more = prepare(llama) if quick else await asyncio.to_thread(prepare, llama)
         async with server.engine.running(runs, server.options.timeout_s) as jobs:
             yield jobs, more
 

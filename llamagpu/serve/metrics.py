@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 PREFIX = "llamagpu_"
+# What the engine's thread does: steps that are submitted ahead, steps that wait (with prompts, or tokens that the host
+# must see first); while the device computes one of these, giving tokens to the event loop.
+ENGINE_STATES = ("decode_ahead", "mixed_step", "hand_over")
 
 
 class Histogram:
@@ -34,6 +37,7 @@ class Metrics:
     cached_tokens: int = 0
     generated_tokens: int = 0
     cancelled: int = 0
+    engine_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ENGINE_STATES, 0.0))
     request_seconds: Histogram = field(default_factory=Histogram)
     first_token_seconds: Histogram = field(default_factory=Histogram)
     inter_token_seconds: Histogram = field(default_factory=Histogram)
@@ -45,12 +49,14 @@ class Metrics:
     def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
         """The page of /metrics. `gauges`: name to help and value."""
         by_route = [(f'{{route="{route}",status="{status}"}}', n) for (route, status), n in self.requests.items()]
+        by_state = [(f'{{state="{state}"}}', seconds) for state, seconds in self.engine_seconds.items()]
         lines = [
             *family("requests_total", "counter", "HTTP requests by route and status.", by_route),
             *counter("prompt_tokens_total", "Tokens of prompts.", self.prompt_tokens),
             *counter("cached_prompt_tokens_total", "Tokens of prompts found in the KV cache.", self.cached_tokens),
             *counter("generated_tokens_total", "Tokens generated.", self.generated_tokens),
             *counter("cancelled_total", "Generations whose client went away, or whose time was over.", self.cancelled),
+            *family("engine_seconds_total", "counter", "Time of the engine's thread.", by_state),
             *histogram("request_seconds", "Time of a request.", self.request_seconds),
             *histogram("time_to_first_token_seconds", "From request to first token.", self.first_token_seconds),
             *histogram("inter_token_seconds", "Time between tokens of a text.", self.inter_token_seconds),

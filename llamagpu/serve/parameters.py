@@ -56,7 +56,9 @@ class Parameters:
     def choice(self, number: int) -> Sampling:
         """Each choice has a seed of its own."""
         seed = self.sampling.seed
-        return self.sampling if seed is None else dataclasses.replace(self.sampling, seed=(seed + number) % SEEDS)
+        if seed is None or not number:
+            return self.sampling
+        return dataclasses.replace(self.sampling, seed=(seed + number) % SEEDS)
 
 
 def parameters(

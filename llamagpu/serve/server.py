@@ -17,6 +17,7 @@ from llamagpu.errors import LlamaGpuError
 from llamagpu.llama import Llama
 from llamagpu.serve.app import make_app
 from llamagpu.serve.engine_thread import EngineThread
+from llamagpu.serve.http import BODY, ChunkedBody
 from llamagpu.serve.metrics import Metrics
 from llamagpu.serve.options import ServeOptions
 from llamagpu.serve.state import Server
@@ -112,7 +113,7 @@ class HttpServer(uvicorn.Server):
 
 
 class TimedProtocol(H11Protocol):
-    """Closes connections whose headers do not come within `header_s`."""
+    """Closes connections whose headers do not come within `header_s`. Requests find in their scope where chunks go."""
 
     header_s = 20.0
     timer: Any = None
@@ -137,6 +138,9 @@ class TimedProtocol(H11Protocol):
             super().handle_events()
         except UnicodeDecodeError:  # in the path
             self.send_400_response("Invalid HTTP request received.")
+        if self.cycle is not None:  # its task has not begun
+            scope: Any = self.cycle.scope
+            scope[BODY] = ChunkedBody(self.transport, self.flow)
 
     def _set_timer(self) -> None:
         self.timer = self.loop.call_later(self.header_s, self.transport.close)
