@@ -45,6 +45,7 @@ ADAPTERS: dict[str, Caps] = {
     "subgroups of 64": replace(FULL_CAPS, subgroup=64, shader_f16=True),
     "fused": LARGE,
     "matrices": replace(LARGE, matrix=16),
+    "matrices, 32 KiB": replace(FULL_CAPS, shader_f16=True, matrix=16),
     "CPU, subgroups of 4": CPU,
     "CPU, subgroups of 8": replace(CPU, subgroup=8, native_f16=False, shader_f16=False),
     "CPU, no subgroups": replace(CPU, subgroup=0, shader_f16=False),

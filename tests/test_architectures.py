@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import open_gpu
+from conftest import WGPU, open_gpu
 from gguf_builder import Tensors, spm_vocab, write_gguf
 from hf_builder import hf_folder
 from llama_cpp_peer import LlamaCpp
@@ -545,6 +545,7 @@ def test_convert(tmp_path: Path, name: str) -> None:
         assert np.allclose(to_f32(tensor), to_f32(original.tensors[name]), rtol=0, atol=1e-6), name
 
 
+@WGPU
 @pytest.mark.parametrize("name", mostly_slow(("qwen3", "smollm3", "mistral3", "olmo2", "gemma2", "gemma3"), ("qwen3",)))
 def test_fused_decode(expected: Any, name: str) -> None:
     """Architectures with stages or variants of their own in the kernel of all layers."""

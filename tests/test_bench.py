@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, open_gpu
+from conftest import DAWN, ROOT, open_gpu
 from gguf_builder import tiny_llama
 from measuring import Runner, measure  # noqa: F401
 
@@ -454,7 +454,7 @@ def test_an_engine_frees_all_that_it_allocates(gpu: Gpu) -> None:
         loaded.engine.free()
         before = device.allocated_bytes
         engine = loaded.another_engine(EngineOptions(context=64, chunk=16))
-        assert device.allocated_bytes > before and (device is gpu or engine.model.fused)
+        assert device.allocated_bytes > before and (device is gpu or engine.model.fused or DAWN)
         list(engine.greedy(Sequence(ids=[1]), 2))
         engine.free()
         assert device.allocated_bytes == before

@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import open_gpu
+from conftest import WGPU, open_gpu
 from gguf_builder import tiny_llama
 from measuring import Runner, measure  # noqa: F401
 
@@ -105,6 +105,7 @@ def test_decode_is_listed_again_where_a_long_context_differs(engine: Engine) -> 
         assert differs  # more workgroups compute the scores
 
 
+@WGPU
 def test_fused_kernel_shows_its_grid_size() -> None:
     engine = load(open_gpu(LLAMAGPU_FUSED="1"), precision=Precision.FAST, backend=BUFFERS).engine
     assert engine.model.fused
@@ -144,6 +145,7 @@ def test_equal_layers_are_shown_once(gpu: Gpu) -> None:
 # The command
 
 
+@WGPU
 def test_adapters(measure: Runner, gpu: Gpu) -> None:  # noqa: F811
     found = measure("devices", "--json").json
     chosen = [d for d in found if d["chosen"]]

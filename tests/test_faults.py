@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, WGPU
 from gguf_builder import tiny_llama
 
+pytestmark = WGPU
 FOLDER = ROOT / "tests" / "vulkan_faults"
 LOST = "the device went away while it was working (driver reset, sleep, or out of memory)"
 # What wgpu reports as out of memory. A submission or a wait that finds no memory loses the device, and the first two

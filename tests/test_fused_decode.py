@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import wgpu
-from conftest import open_gpu
+from conftest import WGPU, open_gpu
 from gguf_builder import tiny_llama, tiny_parts, write_gguf
 from one_sequence import OneSequence, load_one, reference_of, reserve, token_ids
 from reference import assert_close
@@ -34,6 +34,8 @@ from llamagpu.gpu.caps import barrier_is_measured, grid_barrier_allowed
 from llamagpu.gpu.fuse import BOUND, Stage, fuse, identity
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 from llamagpu.gpu.shaders import compose, constants
+
+pytestmark = WGPU
 
 
 @pytest.fixture(scope="module")

@@ -428,10 +428,11 @@ MATRIX = [
 @covers("attend_matrix")
 @pytest.mark.parametrize("case, splits, int8_out", MATRIX)
 def test_attend_matrix(gpu, case, splits, int8_out):
-    if not routes.has_matrices(gpu.caps):
+    if not gpu.caps.matrices:
         pytest.skip("the adapter has no subgroup matrices")
     shape = replace(case.shape(MOST, splits), segments=SLOTS, half=True)
-    check_tiles(gpu, case, always(ON_MATRICES), shape, int8_out, HALF_ATTENTION, TILE_STEPS)
+    bound = INT8_ATTENTION if int8_out else HALF_ATTENTION
+    check_tiles(gpu, case, always(ON_MATRICES), shape, int8_out, bound, TILE_STEPS)
 
 
 LONGEST = [

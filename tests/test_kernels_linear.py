@@ -172,7 +172,7 @@ MATRICES = [r for r in routes.LINEAR if r.kernel == "linear_matrix"]
 @pytest.mark.parametrize("weight", [w for w in WEIGHTS if w.k in (256, 576, 768)], ids=lambda weight: weight.name)
 def test_linears_on_matrices(gpu, weight):
     """Every tile on Q4_0; one on the other storages."""
-    if not routes.has_matrices(gpu.caps):
+    if not gpu.caps.matrices:
         pytest.skip("the adapter has no subgroup matrices")
     for route in MATRICES if weight == WEIGHTS[0] else MATRICES[:1]:
         case = matrix_case(gpu, route, weight)

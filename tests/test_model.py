@@ -285,8 +285,7 @@ def test_shaders_stay_checked_on_metal(gpu, monkeypatch, backend, unchecked):
 def test_minimum_limits(minimum_gpu, tmp_path, monkeypatch, name):
     """No subgroups, 128 MiB bindings, 16 KiB of workgroup memory; checked shaders and checked recording."""
     assert minimum_gpu.caps.subgroup == 0 and minimum_gpu.caps.binding_bytes == 128 << 20
-    assert minimum_gpu.device.limits["max-compute-workgroup-storage-size"] == 16384
-    assert minimum_gpu.device.limits["max-storage-buffers-per-shader-stage"] == 8
+    assert (minimum_gpu.caps.shared_bytes, minimum_gpu.caps.storage_buffers) == (16384, 8)
     monkeypatch.setenv("LLAMAGPU_SAFE", "1")
     path = tiny_llama(tmp_path / "m.gguf", **MODELS[name])
     check_against_reference(load_one(minimum_gpu, path, kv_type=KvType.F16), path)

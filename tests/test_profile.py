@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import open_gpu
+from conftest import WGPU, open_gpu
 from measuring import Runner, measure  # noqa: F401
 
 pytest.importorskip("wgpu")
@@ -153,6 +153,7 @@ def test_totals_add_up(found: Profile) -> None:
         assert [t.name for t in totals(phase.timings, "layer")] == ["0", "1", "-"]
 
 
+@WGPU
 def test_fused_decode_is_timed_whole_and_then_unfused() -> None:
     gpu = open_gpu(LLAMAGPU_FUSED="1")
     need_timestamps(gpu)

@@ -2,7 +2,7 @@
 // up are interleaved: v = (gate, up) (+ bias). The workgroup epilogue quantises one block of 32 values of each of
 // TOKENS tokens.
 // Needs a workgroup that covers 64 consecutive rows, and N % 64 == 0. Parts: activation_*, int8_block_*, hidden
-// (linear_gemm_int8 has it itself).
+// (linear_gemm_int8 and linear_matrix have it themselves).
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const N: u32 = 64u;      // rows of this shard
@@ -20,7 +20,7 @@ const EPILOGUE_LANES: u32 = WORKGROUP;  // invocations that share a workgroup ep
 fn epilogue_prefetch(token: u32, row: u32) {}
 fn epilogue(token: u32, row: u32, v: vec2<f32>) {
   var gate_up = v;
-  if (BIAS) { let i = slab_index() * WIDTH + ROW0 + row; gate_up += vec2<f32>(bias[i], bias[i + 1u]); }
+  if (BIAS) { let i = slab_index() * WIDTH + ROW0 + min(row, N - 2u); gate_up += vec2<f32>(bias[i], bias[i + 1u]); }
   store_hidden(token % TOKENS * 32u + row / 2u % 32u, glu(gate_up.x, gate_up.y));
 }
 fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {

@@ -263,14 +263,14 @@ class BufferModel(Model):
         blocks = int8_rows * INT8_BLOCK_BYTES
         self.h_int8 = gpu.zeros(blocks * widest // 32, "h_int8")  # [m, dim/32] blocks: normalised, then attended
         self.act_int8 = gpu.zeros(blocks * c.hidden_width // 32, "act_int8")  # [m, experts used, ffn/32] blocks
-        tiles = self.int8_kv or (self.half_attention and routes.has_matrices(gpu.caps))
+        tiles = self.int8_kv or (self.half_attention and gpu.caps.matrices)
         splits = c.heads * (routes.MAX_SPLIT_ROWS if tiles else routes.MAX_SPLITS)
         self.partial = gpu.zeros(splits * c.head_dim * 4, "partial")  # [m, heads, splits, head_dim]
         self.stats = gpu.zeros(splits * 8, "stats")  # [m, heads, splits] (top, total)
         separate = any(len(layer.gate_up) > 1 for layer in self.weights.layers)
         if largest := max(self._split_bytes(), default=0):
             self.ops.partial_sums(largest)
-        if self.int8_prefill and routes.has_matrices(gpu.caps):
+        if self.int8_prefill and gpu.caps.matrices:
             self.ops.halves(2 * rows * max(c.dim, c.q_width, c.ffn_dim))
         # [m, experts used, ffn], for gate_and_up
         self.up = gpu.zeros(rows * c.hidden_width * 4, "up") if separate else None
@@ -298,6 +298,7 @@ class BufferModel(Model):
     def _split_bytes(self) -> Iterator[int]:
         """Bytes of the partial sums of every linear that is split over k."""
         widths = {self.plan_width(rows) for rows in range(2, self.chunk + 1)}
+        widths |= set(range(128, self.chunk + 1, 128))  # of score plans: more rows have more sums, or fewer splits
         matrices = [m for layer in self.weights.layers for m in (layer.qkv, layer.attn_output, layer.ffn_down)]
         matrices = [matrix for matrix in matrices if matrix.experts == 1]
         shards = {(shard.layout, shard.n): shard for matrix in matrices for shard in matrix.shards}

@@ -369,7 +369,8 @@ class Ops:
                 candidates += self.workgroups(route, shape)
             bindings = shard.bindings | dict(output.bindings) | {"x": x}
             if Role.HALVES in route.parts:
-                dispatches += self.widen(x, shape, output.bindings) if shard is matrix.shards[0] else ()
+                if not any(dispatch.kernel == routes.WIDEN.kernel for dispatch in dispatches):
+                    dispatches += self.widen(x, shape, output.bindings)
                 bindings["x"] = self.halves(m * shape.k * 2)
             # bias and norm are bound even where they are not read
             bindings |= {"bias": matrix.bias or self.step, "norm": x} | dict(prologue.bindings)

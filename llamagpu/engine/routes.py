@@ -384,7 +384,7 @@ FUSED_BATCH = {2: (1, 4), 4: (2, 2), 8: (1, 2)}  # by token rows of a fused kern
 # A step fused and unfused on an H200 (2026-11-16), us: 1B 2 rows 446 and 678, 4 rows 622 and 723, 8 rows 925 and 864;
 # 8B 2 rows 1865 and 2075, 4 rows 2720 and 2510.
 MAX_FUSED_VALUES = 8192  # rows x dim of a fused step
-GEMM_WIDTHS = (32, 64, 128, 256, 512)  # most token rows of the small GEMM tiles
+GEMM_WIDTHS = (32, 64, 128, 256, 512)  # most token rows of plans with tiles of their own
 
 # Likewise, and from how many token rows to how many. Two pairs of rows share what is read of x; one pair leaves more
 # lanes to a small matrix, and registers to 16 tokens. Unpacked f16 weights and f32 inputs leave none for two pairs.
@@ -513,6 +513,7 @@ def int8_tile_fits(s: Linear, rows: int, splits: int) -> bool:
 # rows the GEMV kernels are as fast.
 MATRIX_ROWS = 17  # fewest token rows
 CORES = 132  # of an H200
+MATRIX_BYTES = 36864  # workgroup memory of the largest tile
 MATRIX_TILES = ((32, 128, 2, 1), (32, 64, 2, 2), (64, 64, 4, 2), (128, 128, 4, 1), (128, 64, 4, 2))
 LONG_ROWS = 4096  # k from which on a split costs less than small tiles
 
@@ -540,11 +541,7 @@ def matrix_splits(s: Linear) -> int:
 
 def on_matrices(s: Linear, c: Caps) -> bool:
     enough = s.m > 64 or (s.m >= MATRIX_ROWS and s.k >= LONG_ROWS and s.n >= LONG_ROWS)
-    return enough and has_matrices(c) and int8_tiles(s, c)
-
-
-def has_matrices(c: Caps) -> bool:
-    return c.matrix == 16 and c.subgroup == 32
+    return enough and c.matrices and int8_tiles(s, c) and c.shared_bytes >= MATRIX_BYTES
 
 
 # Tiles of linear_gemm: token rows, matrix rows, k of a split-K team. As above, a smaller one is more work: on an H200
@@ -952,7 +949,7 @@ def large_int8_tiles(s: Attention, c: Caps) -> bool:
 def matrix_attention(s: Attention, c: Caps) -> bool:
     """Whether attend_matrix may and can run: enough rows for tiles of 64, a row for each query head of a KV head."""
     heads = s.head_dim in (64, 128) and s.heads_per_kv <= 64 and not s.soft_cap and not s.sinks
-    return s.half and s.m > 64 and heads and has_matrices(c) and matrix_attention_bytes(s.head_dim) <= c.shared_bytes
+    return s.half and s.m > 64 and heads and c.matrices and matrix_attention_bytes(s.head_dim) <= c.shared_bytes
 
 
 ATTEND: Table[Attention] = (

@@ -70,6 +70,11 @@ class Caps:
     grid_barrier: bool = False  # workgroups of one dispatch may wait for each other
     matrix: int = 0  # side of f16 subgroup matrices with f32 sums: 16 (16x16x16) or 8 (8x8x8); 0: none
 
+    @property
+    def matrices(self) -> bool:
+        """Whether there are kernels for its matrices."""
+        return self.matrix == 16 and self.subgroup == 32
+
 
 def requested_features(offered: Set[str]) -> list[str]:
     return [] if minimum_limits_only() else [feature for feature in FEATURES if feature in offered]

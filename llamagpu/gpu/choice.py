@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from llamagpu.files.atomic import atomic_write
 from llamagpu.files.cache import cache_dir
 from llamagpu.gpu.adapters import in_order, select_adapter
 from llamagpu.gpu.caps import Library
-from llamagpu.gpu.webgpu import Adapter
+from llamagpu.gpu.webgpu import Adapter, GPUError
 
 # Dawn lets a kernel bind too few buffers for fused decode: on an H200 (2026-11-16) one sequence of Llama 1B gets 1604
 # tokens a second of it and 2302 of wgpu. A step of 64 sequences of 8B takes 9.2 and 14.1 ms, of 32 6.2 and 8.4.
@@ -60,14 +61,23 @@ def choose_adapter(wanted: str | None, listed: Listing = list_adapters, sequence
     if library is Library.WGPU:
         return adapter, "--backend wgpu"
     try:
+        if sequences < MANY_SEQUENCES:  # Dawn need not even be loaded
+            raise NoAdapter(why_for_few())
         other = same_in_dawn(adapter, found, listed)
-        if sequences < MANY_SEQUENCES:
-            raise NoAdapter(f"it decodes fewer than {MANY_SEQUENCES} sequences faster; Dawn reads prompts faster")
         log.info("Dawn is used: it has matrix units on %s", other.info["device"])
         return other, f"Dawn is faster for {MANY_SEQUENCES} sequences or more"
-    except NoAdapter as error:
-        log.info("wgpu is used: %s", error.cause)
-        return adapter, error.cause
+    except (NoAdapter, GPUError, OSError) as error:
+        why = error.cause if isinstance(error, NoAdapter) else str(error)
+        log.info("wgpu is used: %s", why)
+        return adapter, why
+
+
+def why_for_few() -> str:
+    """Why wgpu is used for few sequences."""
+    from llamagpu.gpu.dawn import library_path
+
+    library_path()
+    return f"it decodes fewer than {MANY_SEQUENCES} sequences faster; Dawn reads prompts faster"
 
 
 def wanted_library() -> Library:
@@ -128,7 +138,7 @@ def trials(path: Path, again: bool = False) -> dict[str, Trial]:
     """By adapter, from the cache if they are there; failures for a day: memory or a driver may have been the cause."""
     from llamagpu.gpu.dawn import library_digest
 
-    file = cache_dir() / "dawn" / f"{library_digest(path)}.json"
+    file = cache_dir() / "dawn" / f"{library_digest(path)}-{binding_digest()}.json"
     known: dict[str, Trial] = {}
     with suppress(OSError, ValueError, TypeError):
         known = {key: Trial(**trial) for key, trial in json.loads(file.read_text()).items()}
@@ -143,16 +153,26 @@ def trials(path: Path, again: bool = False) -> dict[str, Trial]:
     return known
 
 
+@cache
+def binding_digest() -> str:
+    """Of the files that are tried with the library: others must be tried again."""
+    files = (Path(__file__).parent / name for name in ("dawn.py", "dawn_trial.py", "caps.py"))
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
+
+
 def run_trials(path: Path) -> dict[str, Trial]:
     """In a child process. What it was at when it crashed is wrong."""
-    command = [sys.executable, "-m", "llamagpu.gpu.dawn_trial", str(path)]
+    command = [sys.executable, "-P", "-m", "llamagpu.gpu.dawn_trial", str(path)]
+    package = str(Path(__file__).parents[2])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
+    env.pop("LLAMAGPU_MINIMUM_LIMITS", None)
     found = {LIBRARY: Trial(False)}
     try:
-        child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TRIAL_S)
+        child = subprocess.run(command, capture_output=True, timeout=TRIAL_S, env=env)
         output, ended = child.stdout, f"its trial ended with code {child.returncode}" if child.returncode else ""
     except subprocess.TimeoutExpired as error:
-        output, ended = (error.stdout or b"").decode(errors="replace"), f"its trial took longer than {TRIAL_S:g} s"
-    for line in output.splitlines():
+        output, ended = error.stdout or b"", f"its trial took longer than {TRIAL_S:g} s"
+    for line in output.decode(errors="replace").splitlines():
         with suppress(ValueError, TypeError):  # what a driver prints
             key, trial = json.loads(line)
             found[key] = Trial(**trial)

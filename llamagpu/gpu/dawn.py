@@ -1,7 +1,7 @@
 """Dawn, the other implementation of WebGPU: it has subgroup matrices, which wgpu cannot enable.
 
-The declarations are those of Dawn in October 2026, as in litert-lm-api 0.18.1 and the npm package webgpu 0.6.2. Dawn's
-webgpu.h has kept them since October 2025, except MatrixConfig, whose last two fields are newer than August 2026. Only
+The declarations are those of Dawn in October 2026, as in the npm package webgpu 0.6.2. Dawn's webgpu.h has kept them
+since October 2025, except MatrixConfig, whose last two fields litert-lm-api 0.18.1 does not have (matrix_kinds). Only
 what is used is declared. The objects have the methods and attributes of wgpu-py's that this package uses.
 """
 
@@ -356,7 +356,8 @@ class DawnAdapter:
         functions.AdapterGetLimits(handle, limits)
         names = [name for name, _ in ffi.typeof("Limits").fields[1:]]
         self.limits: dict[str, int] = {name.replace("_", "-"): getattr(limits, name) for name in names}
-        self.matrix = next((kind[2] for kind in matrix_kinds(configs) if kind in (cube(16), cube(8))), 0)
+        kinds = matrix_kinds(configs)
+        self.matrix = next((side for side in (16, 8) if cube(side) in kinds), 0)
         backends = {number: name for name, number in BACKEND_NUMBERS.items()}
         self.info: dict[str, Any] = {
             **{name: to_string(getattr(info, name)) for name in ("vendor", "architecture", "device", "description")},

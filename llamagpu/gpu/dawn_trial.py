@@ -75,14 +75,18 @@ def try_adapter(adapter: DawnAdapter) -> Trial:
             wrong = [name for name, right in products(gpu) if not right]
             if wrong:
                 return Trial(False, why=f"it computes a wrong {wrong[0]}")
-            return Trial(True, faster=is_faster(gpu.caps), why="" if is_faster(gpu.caps) else "no subgroup matrices")
+            return Trial(
+                True,
+                faster=is_faster(gpu.caps),
+                why="" if is_faster(gpu.caps) else "it has no matrices that there are kernels for",
+            )
     except Exception as error:  # a refused shader, an adapter without memory, ...
         return Trial(False, why=f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def is_faster(caps: Caps) -> bool:
     """Whether Dawn is faster than wgpu on this adapter. Its only gain is matrix units, in prefill."""
-    return caps.matrix > 0
+    return caps.matrices
 
 
 def products(gpu: Gpu) -> Iterator[tuple[str, bool]]:

@@ -120,7 +120,7 @@ def matrix_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
     tiles = [route for route in routes.LINEAR if route.kernel == "linear_matrix"]
     weights = [weight for weight in STORAGES if weight.k % 64 == 0]
     chosen = [(route, Q4_WEIGHT) for route in tiles] + [(tiles[0], weight) for weight in weights]
-    for route, weight in chosen[: 1 if quick else None] if routes.has_matrices(gpu.caps) else ():
+    for route, weight in chosen[: 1 if quick else None] if gpu.caps.matrices else ():
         yield matrix_case(gpu, route, weight)
 
 

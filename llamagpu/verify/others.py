@@ -88,16 +88,17 @@ def quantise(gpu: Gpu) -> Answer:
 
 
 def widen(gpu: Gpu) -> Answer:
-    """A block of large values is cut at the largest f16."""
+    """A block of values beyond f16, and one beyond a million, which is cut."""
     x, _ = norm_data(576, 5)
     x[2, 64:96] *= 1e5
+    x[3, 64:96] *= 1e7
     blocks, make = gpu.zeros(5 * 18 * INT8_BLOCK.itemsize, "blocks"), Ops(gpu, step_buffer(gpu, 5))
     shape = Q4_WEIGHT.shape(5, Inputs.INT8)
     run(gpu, [make.quantise(gpu.upload(x, "x"), blocks, 576, 5), *make.widen(blocks, shape, {})], 5)
     halves = gpu.read(make.halves(0), np.float16, 5 * 576).reshape(5, 18, 4, 4, 2)  # [m, block, pair, eight, of pair]
     found = halves.transpose(0, 1, 3, 4, 2).reshape(5, 576)
-    largest = float(np.finfo(np.float16).max)
-    return found.astype(np.float64), np.clip(dequantise_blocks(read_blocks(gpu, blocks, 5, 18)), -largest, largest)
+    largest = 16 * float(np.finfo(np.float16).max)
+    return 16 * found.astype(np.float64), np.clip(dequantise_blocks(read_blocks(gpu, blocks, 5, 18)), -largest, largest)
 
 
 def argmax(gpu: Gpu) -> Answer:
