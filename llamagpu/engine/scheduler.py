@@ -525,8 +525,8 @@ class Scheduler:
         left = request.left(self.engine.settings.context)
         end = next((i for i, token in enumerate(tokens, 1) if request.is_end(token)), left)
         kept = tokens[: min(left, end)]
+        request.sequence.ids += kept[:-1]  # first: after a Ctrl-C here they are cut to the new tokens
         request.new += kept
-        request.sequence.ids += kept[:-1]
         request.sequence.checked = len(request.sequence)
         if min(left, end) <= len(tokens):
             self._finish(request)
