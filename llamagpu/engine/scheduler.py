@@ -655,6 +655,7 @@ class Scheduler:
         """Drop what is in flight. The requests go on from the tokens that they have."""
         flight, self.flight = self.flight, None
         if flight is None:
+            self.engine.recorder.drain()  # a step that waits: a Ctrl-C may have come before it was submitted
             return
         for request in flight.requests:
             request.configured = None  # the device counts tokens that are dropped
