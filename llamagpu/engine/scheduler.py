@@ -525,8 +525,8 @@ class Scheduler:
         left = request.left(self.engine.settings.context)
         end = next((i for i, token in enumerate(tokens, 1) if request.is_end(token)), left)
         kept = tokens[: min(left, end)]
+        request.sequence.ids += kept[:-1]  # first: after a Ctrl-C here they are cut to the new tokens
         request.new += kept
-        request.sequence.ids += kept[:-1]
         request.sequence.checked = len(request.sequence)
         if min(left, end) <= len(tokens):
             self._finish(request)
@@ -655,6 +655,7 @@ class Scheduler:
         """Drop what is in flight. The requests go on from the tokens that they have."""
         flight, self.flight = self.flight, None
         if flight is None:
+            self.engine.recorder.drain()  # a step that waits: a Ctrl-C may have come before it was submitted
             return
         for request in flight.requests:
             request.configured = None  # the device counts tokens that are dropped
