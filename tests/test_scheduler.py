@@ -431,7 +431,7 @@ def test_a_prompt_cache_file_in_a_full_cache(path, gpu, tmp_path):
 
 def test_rows_of_ended_requests_stay_in_pages_of_their_own(path, gpu, monkeypatch):
     """Of a wide flight some end, or go away; nobody else's text changes, and a new one waits until the flight lands."""
-    monkeypatch.setattr(scheduling, "PACE_S", 1e9)
+    monkeypatch.setattr(scheduling, "JOIN_S", 1e9)
     monkeypatch.setattr(Flight, "narrow", False)
     scheduler = Scheduler(load(path, gpu, parallel=10, positions=4096).engine)
     lengths = [3, 60, 5, 90, 4, 70, 2, 80]
@@ -456,7 +456,7 @@ def test_rows_of_ended_requests_stay_in_pages_of_their_own(path, gpu, monkeypatc
 
 def test_new_requests_join_together(path, gpu, monkeypatch):
     """One waits while eight decode, also where no step runs ahead; half as many as run join at once."""
-    monkeypatch.setattr(scheduling, "PACE_S", 1e9)
+    monkeypatch.setattr(scheduling, "JOIN_S", 1e9)
     scheduler = Scheduler(load(path, gpu, parallel=16, positions=4096).engine)
     host = Request([1, 4], GREEDY, 20, sample=lambda logits, mask=None: int(logits.argmax()))
     late = [Request([1, 50 + i], GREEDY, 2) for i in range(4)]
@@ -493,7 +493,7 @@ def test_interrupted_while_a_flight_lands(path, gpu, monkeypatch, where):
         real(what)
 
     monkeypatch.setattr(scheduler, where, interrupted)
-    monkeypatch.setattr(scheduling, "PACE_S", 0.0)
+    monkeypatch.setattr(scheduling, "JOIN_S", 0.0)
     scheduler.submit(Request([1, 99], GREEDY, 2))
     with pytest.raises(KeyboardInterrupt):
         while True:

@@ -33,11 +33,11 @@ from llamagpu.gpu.buffers import AnyBuffer
 from llamagpu.gpu.device import map_device_lost
 from llamagpu.gpu.recorder import Pending, Plan, Step
 
-# How long MIN_PACED or more requests decode undisturbed before new ones join, unless those are half as many: the
+# How long MIN_JOINED or more requests decode undisturbed before new ones join, unless those are half as many: the
 # prompts of several are computed together. With 64 requests of 65 tokens one ends in every step, and there would be no
 # steps ahead.
-PACE_S = 0.03
-MIN_PACED = 8
+JOIN_S = 0.03
+MIN_JOINED = 8
 STALL_S = 0.08  # how long prompt rows may keep decoding sequences waiting
 MIN_PROMPT_ROWS = 32  # of a step with decoding rows, however slow the device
 MAX_WAITING = 1024  # requests in the queue, unless told otherwise
@@ -303,7 +303,7 @@ class Scheduler:
         """Whether new requests wait for others to join with them."""
         rows, ended = (len(self.flight.requests), len(self.flight.ended)) if self.flight else (len(self.running), 0)
         many = 2 * min(len(self.waiting), len(self.slots) + ended) >= rows - ended
-        return not many and rows >= MIN_PACED and time.perf_counter() - self.prompts_at < PACE_S
+        return not many and rows >= MIN_JOINED and time.perf_counter() - self.prompts_at < JOIN_S
 
     def _start(self, request: Request) -> bool:
         """Give a request a slot and pages for its prompt. False if it has to wait."""
