@@ -43,3 +43,18 @@ def minimum_gpu() -> Any:
 @pytest.fixture(scope="session", params=["full", "minimum"])
 def any_gpu(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue("gpu" if request.param == "full" else "minimum_gpu")
+
+
+@pytest.fixture
+def matrix_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The device, which runs kernels with subgroup matrices whether it has them or not."""
+    from emulated_matrices import emulated
+
+    if not gpu.caps.matrices:
+        create = gpu.native.create_module
+
+        def create_emulated(source: str, label: str) -> Any:
+            return create(emulated(source) if "subgroup_matrix" in source else source, label)
+
+        monkeypatch.setattr(gpu.native, "create_module", create_emulated)
+    return gpu

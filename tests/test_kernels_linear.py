@@ -35,10 +35,11 @@ from llamagpu.files.architectures import Activation
 from llamagpu.files.config import LayerKind
 from llamagpu.files.storage import Storage
 from llamagpu.verify import reference as verify_reference
-from llamagpu.verify.kernels import linear_bound, matrix_case, mode_bound
+from llamagpu.verify.kernels import linear_bound, matrix_case, mode_bound, swiglu_int8
 from llamagpu.verify.reference import (
     F32,
     INT8_BLOCK,
+    REQUANTISED_HALVES,
     ROUNDED_F16,
     Weight,
     fits,
@@ -168,15 +169,39 @@ def test_linear(any_gpu, route, case):
 MATRICES = [r for r in routes.LINEAR if r.kernel == "linear_matrix"]
 
 
+def tile_bytes(route) -> int:
+    """Workgroup memory: inputs, and weights or the strips of the subgroups."""
+    c = route.consts
+    return 16 * (9 * c["TILE_M"] + max(9 * c["TILE_N"], 272 * c["WORKGROUP"] // 32))
+
+
+ON_MATRICES = [w for w in WEIGHTS if w.k in (256, 576, 768)]
+
+
 @covers("linear_matrix")
-@pytest.mark.parametrize("weight", [w for w in WEIGHTS if w.k in (256, 576, 768)], ids=lambda weight: weight.name)
-def test_linears_on_matrices(gpu, weight):
-    """Every tile on Q4_0; one on the other storages."""
-    if not gpu.caps.matrices:
-        pytest.skip("the adapter has no subgroup matrices")
-    for route in MATRICES if weight == WEIGHTS[0] else MATRICES[:1]:
-        case = matrix_case(gpu, route, weight)
+@pytest.mark.parametrize(
+    "weight",
+    [pytest.param(w, marks=[pytest.mark.slow] if i else []) for i, w in enumerate(ON_MATRICES)],
+    ids=lambda weight: weight.name,
+)
+def test_linears_on_matrices(matrix_gpu, weight):
+    """On an adapter without matrices few tiles on Q4_0: its compiler takes seconds. One on the other storages."""
+    tiles = [route for route in MATRICES if tile_bytes(route) <= matrix_gpu.caps.shared_bytes]
+    if not matrix_gpu.caps.matrices:
+        tiles = [
+            route for route in tiles if route.consts.get("GRID_SPLIT", 1) == (2 if route.consts["TILE_M"] == 64 else 1)
+        ]
+    for route in tiles if weight == WEIGHTS[0] else tiles[-1:]:
+        case = matrix_case(matrix_gpu, route, weight)
         assert_close(*case.compare(), *case.bound, case.shape)
+
+
+def test_gated_units_on_matrices(matrix_gpu):
+    tiles = [route for route in MATRICES if tile_bytes(route) <= matrix_gpu.caps.shared_bytes]
+    whole = [route for route in tiles if "GRID_SPLIT" not in route.consts]
+    for route in whole if matrix_gpu.caps.matrices else whole[-1:]:
+        m = route.consts["TILE_M"] + 5
+        assert_close(*swiglu_int8(matrix_gpu, route, Inputs.INT8, m), *REQUANTISED_HALVES, route.needs)
 
 
 F32_TILES = [r for r in routes.LINEAR if r.kernel == "linear_gemm"]

@@ -21,7 +21,7 @@ const SPLITS: u32 = 1u;
 const WORKGROUP: u32 = 128u;
 const HEADS_PER_KV: u32 = HEADS / KV_HEADS;
 const KV_TILE: u32 = 64u;  // = PAGE
-const ROWS: u32 = 64u;
+const ROWS: u32 = WORKGROUP / 2u;
 const TOKENS: u32 = ROWS / HEADS_PER_KV;
 const HEAD_VEC8: u32 = HEAD_DIM / 8u;   // vec4s of f16
 const PITCH: u32 = HEAD_VEC8 + 1u;      // of a position or query in workgroup memory, with padding
