@@ -250,8 +250,9 @@ class Ops:
             if role in (Role.WEIGHT, Role.BLOCK, Role.PLANES):
                 names += [*scales, f"{role}_{words}"]
             elif role is Role.HALVES:
-                own = ["half2", "halves_q4"] if storage is Storage.Q4 else [f"planes_{words}", "half2", "halves_bytes"]
-                names += [*scales, *own]
+                direct = storage is Storage.Q4 or storage.two_bytes
+                own = [f"halves_{words}"] if direct else [f"planes_{words}", "halves_bytes"]
+                names += [*scales, "half2", *own]
             elif role is Role.DOT:
                 names += [*scales, *self._dot_parts(storage, inputs, prologue, int8_block)]
             elif role is Role.REDUCE:

@@ -138,7 +138,7 @@ def linear_case(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode,
 
 
 def linear_bound(route: Route[Linear], weight: Weight, mode: InputMode) -> Bound:
-    if route.kernel in ("linear_gemm_int8", "linear_matrix") and weight.storage.two_bytes:
+    if route.kernel == "linear_gemm_int8" and weight.storage.two_bytes:
         return ROUNDED_WEIGHTS
     return HALVES if route.kernel == "linear_matrix" else mode_bound(mode)
 
