@@ -175,7 +175,7 @@ def tile_bytes(route) -> int:
     return 16 * (9 * c["TILE_M"] + max(9 * c["TILE_N"], 272 * c["WORKGROUP"] // 32))
 
 
-ON_MATRICES = [w for w in WEIGHTS if w.k in (256, 576, 768) or w == Weight(BF16, 35, 192)]
+ON_MATRICES = [w for w in WEIGHTS if w.k in (256, 576, 768)]
 
 
 @covers("linear_matrix")

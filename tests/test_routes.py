@@ -110,6 +110,26 @@ def test_int8_tiles_fill_a_large_gpu(n, k):
         assert splits == 1 or 256 * splits <= k
 
 
+@pytest.mark.parametrize(
+    "m, n, k, storage, kernel",
+    [
+        (512, 16384, 2048, Q4, "linear_matrix"),
+        (70, 2048, 8192, F16, "linear_matrix"),
+        (17, 6144, 4096, Q6, "linear_matrix"),
+        (64, 16384, 2048, Q4, "linear_gemm_int8"),  # short rows: only from 65 tokens on
+        (16, 4096, 4096, Q4, "linear_gemv_batch"),
+        (512, 16384, 2048, Storage.BF16, "linear_gemm_int8"),  # may be beyond f16
+    ],
+)
+def test_matrix_units(m, n, k, storage, kernel):
+    group = 16 if storage is Q6 else k if storage.two_bytes else 32
+    shape = Linear(m, n, k, group, storage, Inputs.INT8)
+    units = replace(GPU, matrix=16, shared_bytes=49152)
+    assert linear_kernel(shape, units) == kernel
+    for lacking in (replace(units, shared_bytes=32768), replace(units, matrix=8), replace(units, subgroup=64)):
+        assert linear_kernel(shape, lacking) != "linear_matrix"
+
+
 def test_results_in_int8_blocks_are_not_split():
     shape = Linear(64, 2048, 8192, 32, Q4, Inputs.INT8, epilogue=Epilogue.GLU_INT8)
     assert select(routes.LINEAR, shape, GPU).grid(shape, {"TILE_N": 64, "TILE_M": 64}, GPU, 64, 0) == (32, 1, 1)

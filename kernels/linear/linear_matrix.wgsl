@@ -29,7 +29,8 @@ const STRIP_PITCH: u32 = 17u;                           // vec4s of a token's 64
 const STRIP: u32 = 16u * STRIP_PITCH;
 const X_LOADS: u32 = (8u * TILE_M + WORKGROUP - 1u) / WORKGROUP;  // vec4s that an invocation loads in an iteration
 const W_LOADS: u32 = (2u * TILE_N + WORKGROUP - 1u) / WORKGROUP;  // blocks of 32 k
-const W_UNIT: f32 = 16.0;                               // weights are multiplied by it, inputs divided (widen_int8): both stay in the range of f16
+const X_UNIT: f32 = 16.0;                               // inputs are divided by it (widen_int8), weights multiplied by W_UNIT:
+const W_UNIT: f32 = 16.0;                               // both stay in the range of f16
 alias Left = subgroup_matrix_left<f16, 16, 16>;
 alias Right = subgroup_matrix_right<f16, 16, 16>;
 alias Result = subgroup_matrix_result<f32, 16, 16>;
@@ -102,7 +103,7 @@ fn stage_tile(loads: ptr<function, Loads>, index: u32) {
 fn strip_sum(at: u32) -> vec4<f32> {  // over the teams
   var v = bitcast<vec4<f32>>(w_tile[at]);
   for (var t = 1u; t < TEAMS; t++) { v += bitcast<vec4<f32>>(w_tile[at + t * STRIP]); }
-  return v;
+  return v * (X_UNIT / W_UNIT);
 }
 
 // All residuals are loaded before the first result is stored: one wait for memory instead of four.

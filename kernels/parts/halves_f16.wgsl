@@ -1,8 +1,9 @@
-// Role halves: load_raw(row, b) loads 32 float weights of a row, 64 bytes; halves makes them f16, times `scale`: of every eight the
+// Role halves: load_raw(row, b) loads 32 f16 weights of a row, 64 bytes; halves gives them, times `scale`: of every eight the
 // pairs (0, 4), (1, 5), (2, 6) and (3, 7). It stands for `scales` as well: floats have none.
 // Needs K % 32 == 0. Parts: f16, pair_*, half2.
 const K: u32 = 32u;
 const OWN_SCALE: bool = true;  // there is no other
+const W_UNIT: f32 = 1.0;       // all f16 weights stay in range
 const HAS_OFFSET: bool = false;
 struct Raw { a: vec4<u32>, b: vec4<u32>, c: vec4<u32>, d: vec4<u32> }  // an eight each
 @group(0) @binding(6) var<storage, read> w: array<vec4<u32>>;

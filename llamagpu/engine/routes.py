@@ -540,6 +540,8 @@ def matrix_splits(s: Linear) -> int:
 
 
 def on_matrices(s: Linear, c: Caps) -> bool:
+    if s.storage is Storage.BF16:  # may be beyond f16
+        return False
     enough = s.m > 64 or (s.m >= MATRIX_ROWS and s.k >= LONG_ROWS and s.n >= LONG_ROWS)
     return enough and c.matrices and int8_tiles(s, c) and c.shared_bytes >= MATRIX_BYTES
 
