@@ -169,12 +169,6 @@ def test_linear(any_gpu, route, case):
 MATRICES = [r for r in routes.LINEAR if r.kernel == "linear_matrix"]
 
 
-def tile_bytes(route) -> int:
-    """Workgroup memory: inputs, and weights or the strips of the subgroups."""
-    c = route.consts
-    return 16 * (9 * c["TILE_M"] + max(9 * c["TILE_N"], 272 * c["WORKGROUP"] // 32))
-
-
 ON_MATRICES = [w for w in WEIGHTS if w.k in (256, 576, 768)]
 
 
@@ -186,7 +180,7 @@ ON_MATRICES = [w for w in WEIGHTS if w.k in (256, 576, 768)]
 )
 def test_linears_on_matrices(matrix_gpu, weight):
     """On an adapter without matrices few tiles on Q4_0: its compiler takes seconds. One on the other storages."""
-    tiles = [route for route in MATRICES if tile_bytes(route) <= matrix_gpu.caps.shared_bytes]
+    tiles = [route for route in MATRICES if routes.matrix_tile_bytes(route.consts) <= matrix_gpu.caps.shared_bytes]
     if not matrix_gpu.caps.matrices:
         tiles = [
             route for route in tiles if route.consts.get("GRID_SPLIT", 1) == (2 if route.consts["TILE_M"] == 64 else 1)
@@ -197,7 +191,7 @@ def test_linears_on_matrices(matrix_gpu, weight):
 
 
 def test_gated_units_on_matrices(matrix_gpu):
-    tiles = [route for route in MATRICES if tile_bytes(route) <= matrix_gpu.caps.shared_bytes]
+    tiles = [route for route in MATRICES if routes.matrix_tile_bytes(route.consts) <= matrix_gpu.caps.shared_bytes]
     whole = [route for route in tiles if "GRID_SPLIT" not in route.consts]
     for route in whole if matrix_gpu.caps.matrices else whole[-1:]:
         m = route.consts["TILE_M"] + 5

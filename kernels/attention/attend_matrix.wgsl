@@ -1,12 +1,13 @@
 // y[m, HEADS, HEAD_DIM] = softmax(q K^T) V of many tokens over an f16 KV cache, causal; tiled, no score matrix. Both products run
 // on subgroup matrices, f16 with f32 sums.
-// A workgroup takes one KV head, TOKENS tokens of a segment and one split of the context. Its 64 rows are these tokens in every
+// A workgroup takes one KV head, TOKENS tokens of a segment and one split of the context. Its ROWS rows are these tokens in every
 // query head that shares the KV head, 16 for each subgroup. Keys, then values pass through workgroup memory in kv tiles of 64
 // positions; the next loads are in flight during the products. Scores leave the matrices through workgroup memory: two lanes
-// have a row and make its weights, f16 relative to a score near the largest so far. Where a row's largest score has grown by
-// 2^8, the outputs leave their matrices to be rescaled: a few times at the beginning of a context.
+// have a row and make its weights, f16 relative to a score near the largest so far. Where weights would exceed 2^GROWTH, the
+// outputs leave their matrices to be rescaled: a few times at the beginning of a context.
 // One split: writes f32, or int8 blocks with INT8. Several: partial sums and (top, total) for attend_merge.
-// Needs HEAD_DIM 64 or 128, subgroups of 32, f16 matrices of 16 x 16 x 16, HEADS_PER_KV <= 64. Parts: f16, pages, int8_block_*.
+// Needs HEAD_DIM 64 or 128, subgroups of 32, f16 matrices of 16 x 16 x 16, HEADS_PER_KV <= ROWS,
+// WORKGROUP 32, 64 or 128. Parts: f16, pages, int8_block_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -62,6 +63,12 @@ fn stage(loads: ptr<function, Loads>, count: u32, index: u32) {  // positions fr
 }
 fn half8(a: vec4<f32>, b: vec4<f32>) -> vec4<u32> { return vec4<u32>(pack_f16(a.xy), pack_f16(a.zw), pack_f16(b.xy), pack_f16(b.zw)); }
 fn score4(at: u32) -> vec4<f32> { return bitcast<vec4<f32>>(scores[at]); }
+fn rescale_strip(row0: u32, lane: u32) {  // 64 dimensions of 16 rows, times their factors
+  for (var n = lane; n < 256u; n += 32u) {
+    let first = (row0 + n / 16u) * SCORE_PITCH;
+    scores[first + n % 16u] = bitcast<vec4<u32>>(score4(first + n % 16u) * score4(first + 16u).x);
+  }
+}
 fn max4(v: vec4<f32>) -> f32 { return max(max(v.x, v.y), max(v.z, v.w)); }
 fn sum4(v: vec4<f32>) -> f32 { return (v.x + v.y) + (v.z + v.w); }
 fn masked(v: vec4<f32>, since: u32, seen: u32) -> vec4<f32> {  // since: positions from the first that the row sees; it wraps around before it
@@ -215,10 +222,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
       subgroupMatrixStore<row_major>(&scores, s_at, o0, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, s_at + 4u, o1, SCORE_PITCH);
       subgroupMatrixStore<row_major>(&scores, s_at + 8u, o2, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, s_at + 12u, o3, SCORE_PITCH);
       workgroupBarrier();
-      for (var n = lane; n < 256u; n += 32u) {
-        let i = (row0 + n / 16u) * SCORE_PITCH + n % 16u;
-        scores[i] = bitcast<vec4<u32>>(score4(i) * score4((row0 + n / 16u) * SCORE_PITCH + 16u).x);
-      }
+      rescale_strip(row0, lane);
       workgroupBarrier();
       o0 = subgroupMatrixLoad<Result, row_major>(&scores, s_at, SCORE_PITCH); o1 = subgroupMatrixLoad<Result, row_major>(&scores, s_at + 4u, SCORE_PITCH);
       o2 = subgroupMatrixLoad<Result, row_major>(&scores, s_at + 8u, SCORE_PITCH); o3 = subgroupMatrixLoad<Result, row_major>(&scores, s_at + 12u, SCORE_PITCH);
@@ -227,10 +231,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         subgroupMatrixStore<row_major>(&scores, s_at, o4, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, s_at + 4u, o5, SCORE_PITCH);
         subgroupMatrixStore<row_major>(&scores, s_at + 8u, o6, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, s_at + 12u, o7, SCORE_PITCH);
         workgroupBarrier();
-        for (var n = lane; n < 256u; n += 32u) {
-          let i = (row0 + n / 16u) * SCORE_PITCH + n % 16u;
-          scores[i] = bitcast<vec4<u32>>(score4(i) * score4((row0 + n / 16u) * SCORE_PITCH + 16u).x);
-        }
+        rescale_strip(row0, lane);
         workgroupBarrier();
         o4 = subgroupMatrixLoad<Result, row_major>(&scores, s_at, SCORE_PITCH); o5 = subgroupMatrixLoad<Result, row_major>(&scores, s_at + 4u, SCORE_PITCH);
         o6 = subgroupMatrixLoad<Result, row_major>(&scores, s_at + 8u, SCORE_PITCH); o7 = subgroupMatrixLoad<Result, row_major>(&scores, s_at + 12u, SCORE_PITCH);

@@ -1,6 +1,6 @@
 // y[m, N] = x[m, K] @ W[N, K]^T, many tokens, x as f16 blocks: GEMM on subgroup matrices, f16 with f32 sums.
 // A workgroup computes a tile of TILE_M tokens x TILE_N rows, a subgroup 16 * DOWN x 64 of it. The sums are 16 variables with
-// names: drivers keep an array of matrices in memory, nine times slower on an H200, and a struct of them 15 % slower. In an
+// names: drivers keep an array of matrices in memory, six times slower on an H200, and a struct of them 15 % slower. In an
 // iteration 64 k of x and of W go to workgroup memory, W as f16 times its scales; the next iteration's loads are in flight
 // meanwhile. Small tiles have TEAMS subgroups for the same sums, which take their shares of these 64 k. Results leave through
 // workgroup memory, a strip of 16 tokens x 64 rows at a time. Where tiles do not fill a GPU, GRID_SPLIT workgroups share one,
@@ -29,7 +29,7 @@ const STRIP_PITCH: u32 = 17u;                           // vec4s of a token's 64
 const STRIP: u32 = 16u * STRIP_PITCH;
 const X_LOADS: u32 = (8u * TILE_M + WORKGROUP - 1u) / WORKGROUP;  // vec4s that an invocation loads in an iteration
 const W_LOADS: u32 = (2u * TILE_N + WORKGROUP - 1u) / WORKGROUP;  // blocks of 32 k
-const X_UNIT: f32 = 16.0;                               // inputs are divided by it (widen_int8), weights multiplied by W_UNIT:
+const X_UNIT: f32 = 16.0;                               // widen_int8 divides inputs by it, weights are multiplied by W_UNIT:
 const W_UNIT: f32 = 16.0;                               // both stay in the range of f16
 alias Left = subgroup_matrix_left<f16, 16, 16>;
 alias Right = subgroup_matrix_right<f16, 16, 16>;

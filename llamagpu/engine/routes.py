@@ -513,9 +513,24 @@ def int8_tile_fits(s: Linear, rows: int, splits: int) -> bool:
 # rows the GEMV kernels are as fast.
 MATRIX_ROWS = 17  # fewest token rows
 CORES = 132  # of an H200
-MATRIX_BYTES = 36864  # workgroup memory of the largest tile
 MATRIX_TILES = ((32, 128, 2, 1), (32, 64, 2, 2), (64, 64, 4, 2), (128, 128, 4, 1), (128, 64, 4, 2))
 LONG_ROWS = 4096  # k from which on a split costs less than small tiles
+
+
+def matrix_consts(tile: tuple[int, int, int, int]) -> dict[str, int]:
+    rows, columns, down, teams = tile
+    workgroup = 32 * teams * (rows // (16 * down)) * (columns // 64)
+    return {"TILE_M": rows, "TILE_N": columns, "DOWN": down, "TEAMS": teams, "WORKGROUP": workgroup}
+
+
+def matrix_tile_bytes(c: Consts) -> int:
+    """Workgroup memory of a tile of linear_matrix: inputs, and weights or the strips of its subgroups."""
+    own = constants("linear_matrix")
+    strips = c["WORKGROUP"] // 32 * 16 * own["STRIP_PITCH"]
+    return 16 * (own["PITCH"] * c["TILE_M"] + max(own["PITCH"] * c["TILE_N"], strips))
+
+
+MATRIX_BYTES = max(matrix_tile_bytes(matrix_consts(tile)) for tile in MATRIX_TILES)
 
 
 def matrix_tile(s: Linear) -> tuple[int, int, int, int]:
@@ -605,12 +620,10 @@ def _gemm_int8_route(rows: int, splits: int, to_blocks: bool) -> Route[Linear]:
 
 
 def _matrix_route(tile: tuple[int, int, int, int], splits: int) -> Route[Linear]:
-    rows, columns, down, teams = tile
+    rows, columns, *_ = tile
     needs = f"int8 x, k % 64 = 0, group % 32 = 0 or 16, m >= {MATRIX_ROWS}, matrix units, tiles of {rows} x {columns}"
     needs += f", k split {splits} times" if splits > 1 else ""
-    subgroups = teams * rows // (16 * down) * columns // 64
-    consts = {"TILE_M": rows, "TILE_N": columns, "DOWN": down, "TEAMS": teams, "WORKGROUP": 32 * subgroups}
-    consts |= {"EPILOGUE_LANES": 32, "TOKENS": 16} | ({"GRID_SPLIT": splits} if splits > 1 else {})
+    consts = matrix_consts(tile) | {"EPILOGUE_LANES": 32, "TOKENS": 16} | ({"GRID_SPLIT": splits} if splits > 1 else {})
 
     def fits(s: Linear, c: Caps) -> bool:
         return on_matrices(s, c) and matrix_tile(s) == tile and matrix_splits(s) == splits
@@ -1029,12 +1042,8 @@ STORE_KV: Route[Attention] = Route(
     lambda s, c, caps, rows, position: fold(-(-rows * 2 * s.kv_heads * -(-s.head_dim // 64) // c["WORKGROUP"]), caps),
     (Role.KV_LAYOUT, Role.INT8_BLOCK),
 )
-QUANTISING_ATTENTION = (
-    "attend_split",
-    "attend_int8",
-    "attend_matrix",
-    "attend_tile",
-)  # these can write int8 blocks themselves
+# These can write int8 blocks themselves
+QUANTISING_ATTENTION = ("attend_split", "attend_int8", "attend_matrix", "attend_tile")
 
 
 def attention_quantises(s: Attention, caps: Caps) -> bool:
@@ -1061,8 +1070,10 @@ def int8_tile_bytes(head_dim: int, workgroup: int) -> int:
 
 
 def matrix_attention_bytes(head_dim: int) -> int:
-    """Workgroup memory of attend_matrix: 64 keys or values, scores and weights of 64 rows."""
-    return 64 * (2 * head_dim + 16) + 64 * (17 + 9) * 16 + 16
+    """Workgroup memory of attend_matrix: a kv tile of keys or values, scores and weights of its rows, a flag."""
+    own = constants("attend_matrix")
+    rows = own["WORKGROUP"] // 2 * (own["SCORE_PITCH"] + own["WEIGHT_PITCH"])
+    return 16 * (own["KV_TILE"] * (head_dim // 8 + 1) + rows) + 16
 
 
 def int8_kv_bytes(s: Attention, capacity: int) -> int:
