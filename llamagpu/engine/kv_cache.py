@@ -27,8 +27,8 @@ from llamagpu.gpu.webgpu import BufferUsage
 
 TEXTURE_ROWS = constants("attend_texture")["TEXTURE_ROWS"]  # cells below each other in a cache texture
 SMALLER = {KvType.F32: ", or an f16 cache (-ctk f16)", KvType.F16: ", or a q8_0 cache (-ctk q8_0)"}
-# Positions of a page that are worth a copy, where most of the prompt is computed anyway: it takes a submission, about
-# as long as 8 prompt rows on an H200.
+# Positions of a page that are worth a copy, where most of the prompt is computed anyway: it takes a submission. The
+# number is an estimate.
 MIN_COPIED = 8
 Bytes = NDArray[np.uint8]
 
