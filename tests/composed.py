@@ -94,8 +94,8 @@ class ComposingGpu(DryGpu):
     def dispatch(self, *args: Any, **more: Any) -> Dispatch:
         return self._keep(super().dispatch(*args, **more))
 
-    def fused(self, *args: Any) -> Dispatch:
-        return self._keep(super().fused(*args))
+    def fused(self, *args: Any, **options: Any) -> Dispatch:
+        return self._keep(super().fused(*args, **options))
 
     def _keep(self, dispatch: Dispatch) -> Dispatch:
         self.sources.setdefault(dispatch.checked_source, dispatch.kernel)

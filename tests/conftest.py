@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Processes that tests start import this checkout, whatever folder they run in.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 DAWN = os.environ.get("LLAMAGPU_BACKEND") == "dawn"
-WGPU = pytest.mark.skipif(DAWN, reason="Dawn binds too few buffers for fused decode, and has other faults and adapters")
+WGPU = pytest.mark.skipif(DAWN, reason="Dawn fuses fewer steps, and has other faults and adapters")
 
 
 def open_gpu(**settings: str) -> Any:

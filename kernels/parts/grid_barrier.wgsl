@@ -7,6 +7,7 @@
 // With FENCE a wait ends with a fence. It holds up the weights in flight (13 % of SmolLM2's token on an H200), so GPUs
 // on which the numbers were measured to be right go without. Always, indices read after the barrier add opaque_zero(),
 // so that the compiler cannot hoist the loads: it is 0, but not known before the wait is over.
+// Tint's storageBarrier orders stores for the workgroup only, and one still in flight could be missed: see late_stores.
 // Needs WORKGROUPS (a power of two) workgroups that run at the same time. Where they do not, a wait times out after
 // spin_limit spins, and the results are wrong. The first one adds POISON to the arrivals, which ends the waits of all
 // others, and no workgroup waits again.

@@ -68,7 +68,8 @@ class Engine:
         freq_factors = self.freq_factors
         if settings.backend is Backend.TEXTURES:
             return TextureKvCache(gpu, config, settings, freq_factors)
-        fused = can_fuse(config, gpu.caps, settings.precision is Precision.FAST) and weights_fit(weights)
+        fused = can_fuse(config, gpu.caps, settings.precision is Precision.FAST, settings.kv_type)
+        fused = fused and weights_fit(weights)
         return BufferKvCache(gpu, config, settings, freq_factors, fused)
 
     def _build_model(self, cache: KvCache) -> Model:

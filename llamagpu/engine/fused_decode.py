@@ -33,23 +33,26 @@ from llamagpu.files.config import LayerKind, ModelConfig
 from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer, base_buffer, padded_ranges
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Dispatch, Gpu
-from llamagpu.gpu.fuse import Stage
+from llamagpu.gpu.fuse import Stage, storage_bindings
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 from llamagpu.gpu.shaders import constants
 from llamagpu.gpu.webgpu import BufferUsage, GPUError
 
 WAIT_S = 0.25  # longest wait of a workgroup: watchdogs end a kernel after about 2 s
 PROBE_SPIN_LIMIT = 1 << 14  # loads of the arrivals by a waiting workgroup
+FILL_WORKGROUPS = 1024
 LITMUS_LAYERS = 32  # grid barriers across which the litmus test passes values
 
 
-def can_fuse(config: ModelConfig, caps: Caps, int8: bool) -> bool:
+def can_fuse(config: ModelConfig, caps: Caps, int8: bool, kv_type: KvType) -> bool:
     """Whether the adapter and the shapes allow fused decode; the probe and the weights decide the rest.
 
-    Experts have no stage.
+    Experts have no stage, and rows of an f32 KV cache no kernel that stores its own (`own_row`).
     """
     c = config
-    return not c.experts and routes.can_fuse(c.dim, c.ffn_dim, attention_shape(c, 1), int8, caps)
+    if c.experts or (caps.tint and kv_type is KvType.F32):
+        return False
+    return routes.can_fuse(c.dim, c.ffn_dim, attention_shape(c, 1), int8, caps)
 
 
 def weights_fit(weights: Weights) -> bool:
@@ -77,15 +80,18 @@ def slab_matrix(matrix: Matrix) -> Matrix:
     """The matrix with whole slabs as its buffers: it stands for all layers that share them."""
     if not in_slabs(matrix):
         return matrix
+    index, words = slab_index(matrix), as_buffer(matrix.shards[0].words)
+    layers = base_buffer(words).size // words.size
+
+    def slab(buffer: AnyBuffer) -> BufferRange:
+        assert isinstance(buffer, BufferRange)
+        return BufferRange(buffer.buffer, buffer.offset - index * buffer.size, layers * buffer.size)
+
     shards = tuple(
-        replace(
-            shard,
-            words=base_buffer(as_buffer(shard.words)),
-            scales=None if shard.scales is None else base_buffer(shard.scales),
-        )
+        replace(shard, words=slab(as_buffer(shard.words)), scales=None if shard.scales is None else slab(shard.scales))
         for shard in matrix.shards
     )
-    return replace(matrix, shards=shards, bias=None if matrix.bias is None else base_buffer(matrix.bias))
+    return replace(matrix, shards=shards, bias=None if matrix.bias is None else slab(matrix.bias))
 
 
 def slab_key(matrix: Matrix) -> tuple[object, ...]:
@@ -95,11 +101,15 @@ def slab_key(matrix: Matrix) -> tuple[object, ...]:
 
 
 def slab_index(matrix: Matrix) -> int:
-    if not in_slabs(matrix):
-        return 0
-    ranges = (buffer for buffer in matrix_buffers(matrix) if isinstance(buffer, BufferRange))
-    (index,) = {slab.offset // slab.size for slab in ranges}
-    return index
+    """Of the matrix in its slabs. Words have a buffer to themselves; other slabs may share one (engine/slabs.py)."""
+    words = matrix.shards[0].words
+    return words.offset // words.size if in_slabs(matrix) and isinstance(words, BufferRange) else 0
+
+
+def place_of_layer(binding: Bindable, layer: int) -> tuple[int, int]:
+    """Equal for two layers if a binding that begins at one of them has the other at its place."""
+    buffer = as_buffer(binding)
+    return id(base_buffer(buffer)), buffer.offset - layer * buffer.size if isinstance(buffer, BufferRange) else 0
 
 
 def layer_range(first: Bindable, count: int) -> AnyBuffer:
@@ -127,9 +137,10 @@ def inter_stage_widths(c: ModelConfig, rows: int) -> tuple[int, ...]:
 def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvType, caps: Caps) -> tuple[int, ...]:
     """The numbers of token rows that a fused kernel can take.
 
-    Attention stores keys and values in a q8_0 cache, so that a row could not read those of another row of the step.
+    With a q8_0 cache, and with Tint, attention stores keys and values: a row could not read those of another row.
     """
-    if kv_type is KvType.Q8_0 or config.rotates_apart or config.norms_after:  # such stages ran with one row only
+    own_row = kv_type is KvType.Q8_0 or caps.tint
+    if own_row or config.rotates_apart or config.norms_after:  # such stages ran with one row only
         return (1,)
     return (1, *routes.fused_widths(config.dim, attention_shape(config, 1), int8, has_half_sums(weights), caps))
 
@@ -184,9 +195,14 @@ class FusedDecode:
         words = (max(each) for each in zip(*(inter_stage_widths(config, rows) for rows in widths), strict=True))
         sizes = [config.layers * layer_stride(width) for width in words]
         self.between = InterStage(*padded_ranges(self.gpu, sizes, "inter-stage"))
+        self.copies: Buffer | None = None
+        if self.gpu.caps.tint:
+            stream = (config.layers + 1) * layer_stride(config.dim)
+            self.copies = self.gpu.zeros(self.between.q.buffer.size + stream, "copies")
 
     def buffers(self) -> list[Bindable]:
-        return [self.between.q.buffer, *self.layer_tables.values()]
+        copies = [] if self.copies is None else [self.copies]
+        return [self.between.q.buffer, *copies, *self.layer_tables.values()]
 
     def takes(self, rows: int) -> bool:
         """Whether steps of up to `rows` rows are fused. A kernel that the driver refuses is not asked for again."""
@@ -205,10 +221,24 @@ class FusedDecode:
     def dispatches(self, rows: int = 1) -> list[Dispatch]:
         """One kernel, or as few as bindings allow. Layers of different storage share one if it can bind them all."""
         found = self.kernels(self.same_storage, rows)
-        return found if self.same_storage or self.can_bind(found) else self.kernels(same_storage=True, rows=rows)
+        if not self.same_storage and not self.can_bind(found):
+            found = self.kernels(same_storage=True, rows=rows)
+        return [dispatch for i, kernel in enumerate(found) for dispatch in (*self.fill(rows, i == 0), kernel)]
+
+    def fill(self, rows: int, with_x: bool) -> list[Dispatch]:
+        """With Tint, what a kernel will store begins as NOT_STORED; x of layer 0 is there already.
+
+        Kernels use the same rows of inter-stage buffers, and different ones of x.
+        """
+        if self.copies is None:
+            return []
+        row, y, z = layer_stride(rows * self.config.dim), self.between.q.buffer, self.copies
+        sizes: Consts = {"X_VEC4S": (self.config.layers + 1) * row // 16 if with_x else 0, "FIRST": row // 16}
+        sizes |= {"Y_VEC4S": y.size // 16, "Z_VEC4S": z.size // 16}
+        return [self.gpu.dispatch("fill", (), sizes, {"x": self.x, "y": y, "z": z}, (FILL_WORKGROUPS, 1, 1))]
 
     def can_bind(self, dispatches: Sequence[Dispatch]) -> bool:
-        return all(d.source.count("var<storage") <= self.gpu.caps.storage_buffers for d in dispatches)
+        return all(storage_bindings(d.source) <= self.gpu.caps.storage_buffers for d in dispatches)
 
     def kernels(self, same_storage: bool, rows: int = 1) -> list[Dispatch]:
         """One kernel for each run of layers whose KV cache and norms share bindings.
@@ -217,16 +247,16 @@ class FusedDecode:
         """
         layers, caches = self.weights.layers, self.cache.layers
 
-        def bound(i: int) -> tuple[int, ...]:
+        def bound(i: int) -> tuple[object, ...]:
             layer = layers[i]
-            own = [
-                buffer
+            own = (
+                id(base_buffer(buffer))
                 for matrix in layer.matrices
                 for buffer in matrix_buffers(matrix)
                 if same_storage or not isinstance(buffer, BufferRange)
-            ]
+            )
             shared = (*layer.norms, caches[i].keys, caches[i].values)
-            return tuple(id(base_buffer(as_buffer(buffer))) for buffer in (*shared, *own))
+            return *(place_of_layer(buffer, i) for buffer in shared), *own
 
         def kind(i: int) -> tuple[object, ...]:
             """What all layers of a kernel have in common: their window, and the rotation unless it is the linear's."""
@@ -238,7 +268,7 @@ class FusedDecode:
             members = list(run)
             stages = self.stages(members, rows)
             table = self.layer_table(members)
-            found.append(self.gpu.fused(stages, self.grid.workgroups, self.barrier, table, rows))
+            found.append(self.gpu.fused(stages, self.grid.workgroups, self.barrier, table, rows, self.copies))
         return found
 
     def stages(self, members: list[int], rows: int = 1) -> list[Stage]:
@@ -257,7 +287,9 @@ class FusedDecode:
         }
         shape, parts = attention_shape(c, 1, kind=kind), ("split_count_dynamic",)
         buffers = AttentionBuffers(between.q, keys, values, between.partial, between.stats, kv_rows=between.kv_rows)
-        mode = AttentionMode(kv_type, own_row=kv_type is KvType.Q8_0)
+        own_row = kv_type is KvType.Q8_0 or gpu.caps.tint
+        stored = KvType.Q8_0 if own_row else kv_type  # for q8_0 they are left for attention to store
+        mode = AttentionMode(kv_type, own_row=own_row)
         [attention] = self.ops.attend(shape, buffers, mode, consts=splits | own, parts=parts)
         merge = PrologueSpec(Prologue.MERGE, {"stats": between.stats}, splits | {"HEAD_DIM": c.head_dim}, parts)
 
@@ -285,7 +317,7 @@ class FusedDecode:
             return QkvBuffers(between.q, keys, values, self.cache.rope(kind), between.kv_rows)
 
         def to_qkv(kind: LayerKind, matrix: Matrix) -> Output:
-            return ops.rows(between.raw, matrix) if c.rotates_apart else ops.qkv(c, kind, matrix, to_q(kind), kv_type)
+            return ops.rows(between.raw, matrix) if c.rotates_apart else ops.qkv(c, kind, matrix, to_q(kind), stored)
 
         def to_act(kind: LayerKind, matrix: Matrix) -> Output:
             if rows > 1:
@@ -315,7 +347,7 @@ class FusedDecode:
 
         return [
             *linear(0, x, to_qkv, self.inputs, norm(first.attn_norm)),
-            *self.rotate(first, kind, to_q(kind), count, rows),
+            *self.rotate(first, kind, to_q(kind), stored, count, rows),
             Stage(attention.source, attention.bindings, (c.kv_heads, "split_count()", live_rows)),
             *linear(1, between.partial, to_mid, self.inputs, merge),
             *self.norm_after(first.post_attention_norm, count, rows, between.attended, x, between.mid),
@@ -324,14 +356,16 @@ class FusedDecode:
             *self.norm_after(first.post_ffw_norm, count, rows, between.fed_forward, between.mid, x, 1),
         ]
 
-    def rotate(self, first: Layer, kind: LayerKind, buffers: QkvBuffers, count: int, rows: int) -> list[Stage]:
+    def rotate(
+        self, first: Layer, kind: LayerKind, buffers: QkvBuffers, stored: KvType, count: int, rows: int
+    ) -> list[Stage]:
         """From q, k and v of `count` layers to rotated queries and the KV cache, where the linear does not do it."""
         c = self.config
         if not c.rotates_apart:
             return []
         norm = None if first.qk_norm is None else layer_range(first.qk_norm, count)
         route = replace(routes.ROTATE, consts={"WORKGROUP": self.grid.invocations, "TOKENS": rows})
-        one = self.ops.rotate(c, kind, self.between.raw, norm, buffers, self.cache.kv_type, 1, route)
+        one = self.ops.rotate(c, kind, self.between.raw, norm, buffers, stored, 1, route)
         units, _, _ = one.grid_for(1, 0)
         return [Stage(one.source, one.bindings, (units, "step.rows" if rows > 1 else 1, 1))]
 
@@ -388,7 +422,8 @@ class FusedDecode:
                 ready = {"INPUTS_READY": bool(found) and busy[-1] <= busy[0]}
                 ready |= {"HALF_SUMS": self.half_sums} if inputs is Inputs.INT8 else {}
             own = replace(prologue, consts=prologue.consts | ready)
-            single = replace(matrix, shards=(shard,))
+            # a bias that is not read is a norm: that is bound anyway
+            single = replace(matrix, shards=(shard,), bias=matrix.bias or as_buffer(self.weights.layers[0].norms[0]))
             (dispatch,) = self.ops.linear(x, single, rows, output(matrix), inputs, own, (route,))
             found.append(Stage(dispatch.source, dispatch.bindings, dispatch.grid_for(rows, 0)))
         return found
@@ -441,7 +476,7 @@ class FusedDecode:
         """The time of one spin: a workgroup waits for another one that is not dispatched."""
         table, grid = self._table(np.array([[2, 0, 0, 0]], np.uint32)), GridSize(2, self.grid.invocations)
         words = 3 * layer_stride(constants("barrier_litmus")["N"]) // 4
-        fused, y = barrier_litmus(self.gpu, grid, self.barrier, table, 0, words)
+        fused, buffers = barrier_litmus(self.gpu, grid, self.barrier, table, 0, words)
         plan = Plan([replace(fused, grid=(1, 1, 1))])
 
         def seconds(spins: int) -> float:
@@ -452,7 +487,7 @@ class FusedDecode:
             return time.perf_counter() - started
 
         few, many = (min(seconds(spins) for _ in range(2)) for spins in (1, PROBE_SPIN_LIMIT))
-        self.gpu.free(y)
+        self.gpu.free(*buffers)
         return max(many - few, 1e-6) / PROBE_SPIN_LIMIT
 
 
@@ -462,14 +497,18 @@ def timed_out(gpu: Gpu, barrier: BufferRange) -> bool:
 
 def barrier_litmus(
     gpu: Gpu, grid: GridSize, barrier: AnyBuffer, layers: Buffer, first: int, size: int
-) -> tuple[Dispatch, Buffer]:
-    """A fused kernel of a single light stage, and its buffer of `size` words, with the rows from `first` on."""
+) -> tuple[Dispatch, list[Buffer]]:
+    """A fused kernel of a single light stage, and its buffer of `size` words, with the rows from `first` on.
+
+    With Tint a buffer of copies follows.
+    """
     y, n = gpu.zeros(4 * size, "litmus"), constants("barrier_litmus")["N"]
+    copies = gpu.zeros(4 * size, "copies") if gpu.caps.tint else None
     consts: Consts = {"WORKGROUP": grid.invocations, "FIRST_WORD": first}
     single = gpu.dispatch("barrier_litmus", (), consts, {"y": y}, (n // grid.invocations, 1, 1))
     assert not callable(single.grid)
     stage = Stage(single.source, single.bindings, single.grid)
-    return gpu.fused([stage], grid.workgroups, barrier, layers), y
+    return gpu.fused([stage], grid.workgroups, barrier, layers, copies=copies), [y] if copies is None else [y, copies]
 
 
 def barrier_litmus_test(
@@ -482,9 +521,12 @@ def barrier_litmus_test(
     n, shift = constants("barrier_litmus")["N"], constants("barrier_litmus")["SHIFT"]
     first, stride = 12 * seed, layer_stride(n)
     words = np.arange(seed, seed + first + (LITMUS_LAYERS + 1) * stride // 4, dtype=np.uint32) * np.uint32(2654435761)
-    fused, y = barrier_litmus(gpu, grid, barrier, layers, first, len(words))
-    gpu.write(y, words)  # a value that is read too early is neither zero nor left by another test
+    fused, buffers = barrier_litmus(gpu, grid, barrier, layers, first, len(words))
+    if gpu.caps.tint:
+        words[first + n :] = constants("late_stores")["NOT_STORED"]
+    for buffer in buffers:
+        gpu.write(buffer, words)  # a value that is read too early is neither zero nor left by another test
     Recorder(gpu).submit([Step(Plan([fused]))])
-    got = gpu.read(y, np.uint32, n, offset=4 * first + LITMUS_LAYERS * stride)
-    gpu.free(y)
+    got = gpu.read(buffers[0], np.uint32, n, offset=4 * first + LITMUS_LAYERS * stride)
+    gpu.free(*buffers)
     return got, np.roll(words[first : first + n], -LITMUS_LAYERS * shift) + np.uint32(LITMUS_LAYERS)

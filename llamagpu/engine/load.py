@@ -287,7 +287,7 @@ def allocate_source(source: ModelSource, settings: Settings, gpu: Gpu) -> Weight
     """The weights without data. Slabs serve fused decode in either precision."""
     target = WeightTarget.of(settings.backend, settings.precision, gpu.caps)
     in_slabs = settings.backend is Backend.BUFFERS and any(
-        can_fuse(source.config, gpu.caps, int8) for int8 in (True, False)
+        can_fuse(source.config, gpu.caps, int8, settings.kv_type) for int8 in (True, False)
     )
     return allocate_weights(source.matrices, source.config, gpu, target, in_slabs)
 

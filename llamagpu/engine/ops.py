@@ -82,7 +82,7 @@ class AttentionBuffers:
 class AttentionMode:
     kv_type: KvType
     int8_out: bool = False  # write int8 blocks, where the kernel can
-    own_row: bool = False  # attend_split, q8_0: quantise and store the key and value of the only row
+    own_row: bool = False  # attend_split, q8_0 and f16: store the key and value of the only row
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +239,7 @@ class Ops:
         epilogue: Epilogue | None = None,
         kv_type: KvType = KvType.F32,
         sinks: bool = False,
+        own_row: bool = False,
     ) -> tuple[str, ...]:
         """The files of a route's kernel parts, in the order of composition."""
         caps = self.gpu.caps
@@ -273,7 +274,7 @@ class Ops:
             elif role is Role.STAGE:
                 names.append("stage_int8" if "STAGED" in route.consts else "stage_none")
             elif role is Role.TURN:
-                names.append("turn_row" if caps.measured_barrier else "turn_uniform")
+                names.append("turn_row" if caps.measured_barrier and not caps.tint else "turn_uniform")
             elif role is Role.SINKS:
                 names.append("sinks" if sinks else "sinks_none")
             elif role is Role.EXPERT_BIAS:
@@ -283,7 +284,8 @@ class Ops:
             elif role is Role.KV_LAYOUT:
                 names.append(f"kv_{kv_type}")
             elif role is Role.KV_RUN and kv_type is not KvType.Q8_0:
-                names += [f"kv8_{kv_type}", "kv_run_float"]
+                names += [f"kv_own_{kv_type}"] if own_row else [f"kv8_{kv_type}", "kv_own_none"]
+                names.append("kv_run_float")
             elif role in (Role.KV4, Role.KV8, Role.KV_RUN):
                 names += ["kv_q8_0"] * (kv_type is KvType.Q8_0) + [f"{role}_{kv_type}"]
         return tuple(dict.fromkeys(names))
@@ -692,8 +694,8 @@ class Ops:
             run = constants("kv_run_q8_0" if mode.kv_type is KvType.Q8_0 else "kv_run_float")["RUN"]
             settings |= routes.position_lanes(shape.head_dim, run, caps)
             settings |= {"PARTIAL": True} if shape.sinks else {}
-            if mode.kv_type is KvType.Q8_0:
-                settings["OWN_ROW"] = mode.own_row
+            settings |= {"OWN_ROW": mode.own_row} if mode.kv_type is KvType.Q8_0 else {}
+            if mode.kv_type is KvType.Q8_0 or mode.own_row:
                 bindings["kv_rows"] = buffers.kv_rows or buffers.q  # bound even where it is not read
         if route.kernel == "attend_matrix":
             settings |= {"SPLITS": shape.splits, "ONE_SEGMENT": shape.segments == 1}
@@ -702,7 +704,7 @@ class Ops:
             settings |= {"SPLITS": shape.splits, "ONE_SEGMENT": shape.segments == 1}
             before = [self._quantise_kv(shape, caches, buffers.int8_kv, mode)]
             caches = {"kv": buffers.int8_kv}
-        files = self.parts(route, kv_type=mode.kv_type, sinks=shape.sinks)
+        files = self.parts(route, kv_type=mode.kv_type, sinks=shape.sinks, own_row=mode.own_row)
         grid = self.grid(route, shape, shape.m, owners)
         if buffers.sinks is not None:
             bindings["sinks"] = buffers.sinks

@@ -861,11 +861,20 @@ def fused_max_splits(kv_heads: int, rows: int = 1) -> int:
     return max(1, 128 // (kv_heads * rows))
 
 
+MIN_FUSED_BINDINGS = 13  # storage buffers of a fused kernel, if ranges of a buffer share a binding
+
+
 def can_fuse(dim: int, ffn_dim: int, attention: Attention, int8: bool, caps: Caps) -> bool:
     """Whether the layers of one token can be one kernel: the inputs of its linears fit into workgroup memory (but the
     widest, as f32), a binding can begin at any layer, and a kernel may bind enough buffers."""
     aligned = dim % 64 == 0 and ffn_dim % 64 == 0 and attention.head_dim % 64 == 0
-    if not caps.grid_barrier or caps.scalar or caps.subgroup < 4 or caps.storage_buffers < 30 or not aligned:
+    if (
+        not caps.grid_barrier
+        or caps.scalar
+        or caps.subgroup < 4
+        or caps.storage_buffers < MIN_FUSED_BINDINGS
+        or not aligned
+    ):
         return False
     widest = max(dim, attention.heads * attention.head_dim, ffn_dim if int8 else 0)
     return all(

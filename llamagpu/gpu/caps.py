@@ -68,6 +68,9 @@ class Caps:
     measured_barrier: bool = False  # fused decode was measured to be right there without fences
     compares_fused: bool = False  # fused decode is compared with unfused before it is used
     grid_barrier: bool = False  # workgroups of one dispatch may wait for each other
+    tint: bool = (
+        False  # Dawn's compiler: refuses barriers that it cannot see to be uniform, has none for all workgroups
+    )
     matrix: int = 0  # side of f16 subgroup matrices with f32 sums: 16 (16x16x16) or 8 (8x8x8); 0: none
 
     @property
@@ -95,11 +98,8 @@ def minimum_limits_only() -> bool:
 
 
 def barrier_is_measured(info: Mapping[str, Any]) -> bool:
-    """wgpu on NVIDIA's Vulkan driver: thousands of tokens of several models equalled unfused decode's on an H200."""
-    return nvidia_vulkan(info) and info["library"] == "wgpu"
-
-
-def nvidia_vulkan(info: Mapping[str, Any]) -> bool:
+    """NVIDIA's Vulkan driver: thousands of tokens of several models equalled unfused decode's on an H200, by wgpu and
+    by Dawn."""
     return (info["backend_type"], info["vendor_id"]) == ("Vulkan", NVIDIA)
 
 
@@ -107,11 +107,11 @@ def grid_barrier_allowed(info: Mapping[str, Any], coherent: bool) -> bool:
     """Whether workgroups of one dispatch may wait for each other.
 
     WebGPU promises neither that they run at the same time nor that they see each other's stores. NVIDIA's Vulkan driver
-    does both, as measured with wgpu. With Dawn, and on other GPUs with coherent buffers, a model compares before it
-    relies on it (engine/fused_check.py). LLAMAGPU_FUSED=0 disables it, 1 lets it be tried on any adapter.
+    does both, as measured. On other GPUs with coherent buffers a model compares before it relies on it
+    (engine/fused_check.py). LLAMAGPU_FUSED=0 disables it, 1 lets it be tried on any adapter.
     """
     wanted = os.environ.get("LLAMAGPU_FUSED", "")
     if wanted not in ("", "0", "1"):
         raise BadArgument(f"LLAMAGPU_FUSED is {wanted!r}", "it takes 0 (unfused decode) or 1 (tried on any adapter)")
     vulkan_gpu = info["adapter_type"] != "CPU" and info["backend_type"] == "Vulkan"
-    return wanted == "1" or (wanted != "0" and (nvidia_vulkan(info) or (vulkan_gpu and coherent)))
+    return wanted == "1" or (wanted != "0" and (barrier_is_measured(info) or (vulkan_gpu and coherent)))

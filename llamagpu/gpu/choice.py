@@ -25,8 +25,8 @@ from llamagpu.gpu.adapters import in_order, select_adapter
 from llamagpu.gpu.caps import Library
 from llamagpu.gpu.webgpu import Adapter, GPUError
 
-# Dawn lets a kernel bind too few buffers for fused decode: on an H200 (2026-11-16) one sequence of Llama 1B gets 1604
-# tokens a second of it and 2302 of wgpu. A step of 64 sequences of 8B takes 9.2 and 14.1 ms, of 32 6.2 and 8.4.
+# Fused decode costs more with Dawn (parts/late_stores.wgsl): on an H200 (2026-11-16) one sequence of Llama 1B gets 2092
+# tokens a second of it and 2306 of wgpu. A step of 64 sequences of 8B takes 8.9 and 14.1 ms, of 32 6.0 and 8.4.
 MANY_SEQUENCES = 32
 TRIAL_S = 120.0  # a first compilation on a software adapter takes seconds
 DAY_S = 86400

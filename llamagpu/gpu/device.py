@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from llamagpu.gpu.caps import (
     requested_limits,
 )
 from llamagpu.gpu.choice import choose_adapter
-from llamagpu.gpu.fuse import Stage, fuse
+from llamagpu.gpu.fuse import Stage, fuse, storage_bindings
 from llamagpu.gpu.guard import GuardedThread, device_lost
 from llamagpu.gpu.webgpu import (
     Adapter,
@@ -149,6 +149,7 @@ class Gpu:
             measured_barrier=barrier_is_measured(self.info),
             compares_fused=not barrier_is_measured(self.info),
             grid_barrier=grid_barrier_allowed(self.info, coherent),
+            tint=self.info["library"] == "dawn",
             matrix=self.matrix,
         )
 
@@ -377,10 +378,19 @@ class Gpu:
         return Dispatch(self, kernel, source, consts, bound, grid, needs, shape)
 
     def fused(
-        self, stages: Sequence[Stage], workgroups: int, barrier: AnyBuffer, layers: Buffer, rows: int = 1
+        self,
+        stages: Sequence[Stage],
+        workgroups: int,
+        barrier: AnyBuffer,
+        layers: Buffer,
+        rows: int = 1,
+        copies: Buffer | None = None,
     ) -> Dispatch:
         """One dispatch that runs the stages, all of the same workgroup size, for each layer of the table `layers`."""
-        source, bindings = fuse(stages, workgroups, self.caps, barrier, layers, rows)
+        fused = partial(fuse, stages, workgroups, self.caps, barrier, layers, rows, copies)
+        source, bindings = fused()
+        if storage_bindings(source) > self.caps.storage_buffers:
+            source, bindings = fused(by_buffer=True)
         return Dispatch(self, "fused_layers", source, {}, bindings, (workgroups, 1, 1), op="layers")
 
     def prove_subgroups(self) -> None:

@@ -11,7 +11,7 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange
+from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.shaders import Const, compose, read
 
@@ -22,6 +22,10 @@ ENTRY_POINT = re.compile(r"^@compute @workgroup_size\(WORKGROUP\)\nfn main\((.*?
 STRUCT = re.compile(r"^struct (\w+) \{(.*)\}", re.M)
 ALIAS = re.compile(r"^alias (\w+) = ([^;]+);", re.M)
 COMMENT = re.compile(r" *//.*")
+OWN_STORES = (
+    "k_cache",
+    "v_cache",
+)  # with Caps.tint, what a workgroup stores there no other one reads in the same kernel
 BUILTINS = {"workgroup_id": "workgroup", "num_workgroups": "grid", "local_invocation_index": "index"}
 
 
@@ -40,16 +44,25 @@ class Stage:
 
 
 def fuse(
-    stages: Sequence[Stage], workgroups: int, caps: Caps, barrier: AnyBuffer, layers: Buffer, rows: int = 1
+    stages: Sequence[Stage],
+    workgroups: int,
+    caps: Caps,
+    barrier: AnyBuffer,
+    layers: Buffer,
+    rows: int = 1,
+    copies: Buffer | None = None,
+    by_buffer: bool = False,
 ) -> tuple[str, dict[str, Bindable]]:
     """The source of a kernel that runs the stages for each layer of `rows` token rows, and its bindings by name.
 
     The names of a stage get its number. Bindings, structs and workgroup memory are declared once. What any stage writes
     is writable for all and has one type (element_types); where the barrier is not measured it is coherent, and a wait
-    ends with a fence. `layers` is the layer table: the number of layers, then for each layer and column the variant
-    (upper 16 bits) and the slab index of its weights (lower 16 bits).
+    ends with a fence; with Tint it is stored in `copies` as well (parts/late_stores.wgsl). `layers` is the layer table:
+    the number of layers, then for each layer and column the variant (upper 16 bits) and the slab index of its weights
+    (lower 16 bits). With `by_buffer` ranges of one buffer share a binding, for adapters that allow few.
     """
-    written = element_types(stages)
+    places = Places(stages, caps.binding_bytes if by_buffer else 0)
+    types = element_types(stages, places, caps.tint)
     bindings: dict[str, Bindable] = {"grid_barrier": barrier, "layers": layers}
     known: dict[tuple[Any, str], str] = {}  # name of a binding, by its identity and the type it is bound as
     shared: dict[tuple[str, str], list[str]] = {}  # sizes of an array in workgroup memory, by its name and type
@@ -58,6 +71,10 @@ def fuse(
     consts |= {"LAYER_ROWS": layers.size // 16, "TOKENS": rows}
     structs: dict[str, str] = {}  # name of a struct, by its fields: stages that share a binding share its type
     texts = [compose("grid_barrier", (), consts)]
+    if caps.tint:
+        assert copies is not None, "Tint needs copies"
+        bindings["copies"] = copies
+        texts.append(read("late_stores"))
     for number, stage in enumerate(stages):
         text = COMMENT.sub("", stage.source.replace(read("unfused"), ""))
         renamed = {name: f"{name}_{number}" for name in GLOBAL_NAME.findall(text)}
@@ -68,20 +85,22 @@ def fuse(
             if renamed[name] != f"{name}_{number}":
                 text = re.sub(rf"^struct {name} .*$", "", text, flags=re.M)
         for mode, name, wgsl_type in BOUND.findall(text):
-            this, declaration = identity(stage.bindings[name]), ""
-            if this in written:
-                target = element_type(text, wgsl_type)
-                mode, wgsl_type = "storage, read_write", f"array<{written[this]}>"
-                if target != written[this]:
-                    declaration = accessors(name, target, written[this])
+            this, first_word, bound = places.find(stage.bindings[name], mode)
+            declaration, written = "", False
+            if this in types:
+                target, element = element_type(text, wgsl_type), types[this]
+                written = element.written
+                mode, wgsl_type = "storage, read_write" if written else "storage, read", f"array<{element.wgsl_type}>"
+                if target != element.wgsl_type or first_word or element.copied_at is not None:
+                    declaration = accessors(name, target, element, first_word)
                     text = call_accessors(text, name)
-                    renamed |= {f"{verb}_{name}": f"{verb}_{name}_{number}" for verb in ("load", "store")}
+                    renamed |= {f"{verb}_{name}": f"{verb}_{name}_{number}" for verb in ("load_from", "store_to")}
             renamed[name] = known.setdefault((this, wgsl_type), f"{name}_{number}")
             if renamed[name] not in bindings:
                 # a line of its own: declarations begin with @group
-                attribute = "@coherent\n" if safe and caps.coherent and this in written else ""
+                attribute = "@coherent\n" if safe and caps.coherent and written else ""
                 declaration += f"{attribute}@group(0) @binding({len(bindings)}) var<{mode}> {name}: {wgsl_type};"
-                bindings[renamed[name]] = stage.bindings[name]
+                bindings[renamed[name]] = bound
             text = re.sub(rf"^@group\(0\) @binding\(\d+\) var<[^>]+> {name}:.*$", declaration, text, flags=re.M)
         for name, wgsl_type, _ in SHARED_ARRAY.findall(text):
             shared.setdefault((name, wgsl_type), []).append(f"SIZE_{name}_{number}")
@@ -109,21 +128,74 @@ def fuse(
     return "\n".join(texts), bindings
 
 
-def element_types(stages: Sequence[Stage]) -> dict[tuple[int, int], str]:
-    """For each buffer that a stage writes, by its identity: the element type that the fused kernel binds it as.
+def storage_bindings(source: str) -> int:
+    return source.count("var<storage")
+
+
+class Places:
+    """Where the bindings of stages are: each by itself, or by their buffers, whose ranges share a binding."""
+
+    def __init__(self, stages: Sequence[Stage], most: int) -> None:
+        """`most`: the largest binding that ranges may share, in bytes; 0: none do."""
+        spans: dict[int, list[BufferRange]] = {}
+        for stage in stages:
+            for mode, name, _ in BOUND.findall(stage.source):
+                binding = stage.bindings[name]
+                if isinstance(binding, BufferRange) and mode != "uniform":
+                    spans.setdefault(id(binding.buffer), []).append(binding)
+        self.shared: dict[int, BufferRange] = {}
+        for buffer, ranges in spans.items():
+            first, end = min(each.offset for each in ranges), max(each.offset + each.size for each in ranges)
+            if end - first <= most:
+                self.shared[buffer] = BufferRange(ranges[0].buffer, first, end - first)
+
+    def find(self, binding: Bindable, mode: str) -> tuple[tuple[int, int], int, Bindable]:
+        """What identifies the binding that holds this one, this one's first word in it, and that binding."""
+        owner = self.shared.get(id(binding.buffer)) if isinstance(binding, BufferRange) and mode != "uniform" else None
+        if owner is None:
+            return identity(binding), 0, binding
+        assert isinstance(binding, BufferRange)
+        return identity(owner), (binding.offset - owner.offset) // 4, owner
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """Of the array that a binding is."""
+
+    wgsl_type: str
+    written: bool  # by a stage
+    copied_at: int | None = None  # the first word of its copies
+
+
+def element_types(stages: Sequence[Stage], places: Places, copied: bool) -> dict[tuple[int, int], Element]:
+    """The element of each binding that a stage writes or that buffers share. With `copied` all writes are copied.
 
     WGSL lets no two variables overlap if one is written, so there is one: the largest vector that a stage uses.
     """
     types: dict[tuple[int, int], set[str]] = {}
-    written = set()
+    words_at: dict[tuple[int, int], set[int]] = {}
+    sizes: dict[tuple[int, int], int] = {}
+    written, own = set(), set()
     for stage in stages:
         for mode, name, wgsl_type in BOUND.findall(stage.source):
-            this = identity(stage.bindings[name])
+            this, first_word, bound = places.find(stage.bindings[name], mode)
             if "write" in mode:
                 written.add(this)
-            if wgsl_type.startswith("array<"):
+            if name in OWN_STORES:
+                own.add(this)
+            if wgsl_type.startswith("array<") and mode != "uniform":
                 types.setdefault(this, set()).add(vector_of(element_type(stage.source, wgsl_type)))
-    return {this: max(sorted(types[this]), key=words) for this in written}
+                words_at.setdefault(this, set()).add(first_word)
+                sizes[this] = max(sizes.get(this, 0), as_buffer(bound).size)
+    several = {this for this, firsts in words_at.items() if len(firsts) > 1}
+
+    found, copied_words = {}, 0
+    for this in sorted(written | several):
+        copied_at = None
+        if copied and this in written - own:
+            copied_at, copied_words = copied_words, copied_words + sizes[this] // 4
+        found[this] = Element(max(sorted(types[this]), key=words), this in written, copied_at)
+    return found
 
 
 def element_type(source: str, array: str) -> str:
@@ -147,24 +219,54 @@ def vector_of(wgsl_type: str) -> str:
     return f"vec4<{scalar_of(wgsl_type)}>" if words(wgsl_type) > 4 else wgsl_type
 
 
-def accessors(name: str, target: str, element: str) -> str:
-    """WGSL functions that load and store a `target` in an array of another element type.
+def accessors(name: str, target: str, element: Element, first_word: int) -> str:
+    """WGSL functions that load and store a `target` in an array of another element type, or further on in an array.
 
-    Two invocations may store components of one vector: every backend of naga stores a component alone.
+    Two invocations may store components of one vector: naga and Tint store a component alone.
     """
-    count, size = words(target), words(element)
+    count, size = words(target), words(element.wgsl_type)
+    first = f"{first_word // size}u + " if first_word else ""
+    copies = None if element.copied_at is None else element.copied_at + first_word
     if count > size:
-        parts = ", ".join(f"{name}[{count // size}u * i + {k}u]" for k in range(count // size))
-        return f"fn load_{name}(i: u32) -> {target} {{ return {target}({parts}); }}\n"
-    at = [f"{name}[({count}u * i + {k}u) / {size}u][({count}u * i + {k}u) % {size}u]" for k in range(count)]
-    values = ["v"] if count == 1 else [f"v[{k}]" for k in range(count)]
-    loads = ", ".join(cast(place, scalar_of(element), scalar_of(target)) for place in at)
-    stored = (cast(value, scalar_of(target), scalar_of(element)) for value in values)
-    stores = " ".join(f"{place} = {value};" for place, value in zip(at, stored, strict=True))
-    return (
-        f"fn load_{name}(i: u32) -> {target} {{ return {target}({loads}); }}\n"
-        f"fn store_{name}(i: u32, v: {target}) {{ {stores} }}\n"
-    )
+        parts = ", ".join(f"{name}[{first}{count // size}u * i + {k}u]" for k in range(count // size))
+        return loads(name, target, f"{target}({parts})", copies)
+    if count == size:
+        load = cast(f"{name}[{first}i]", element.wgsl_type, target)
+        stores = f"{name}[{first}i] = {cast('v', target, element.wgsl_type)};"
+    else:
+        at = [f"{name}[{first}({count}u * i + {k}u) / {size}u][({count}u * i + {k}u) % {size}u]" for k in range(count)]
+        scalar = scalar_of(element.wgsl_type)
+        load = f"{target}({', '.join(cast(place, scalar, scalar_of(target)) for place in at)})"
+        stored = (cast(value, scalar_of(target), scalar) for value in components(target))
+        stores = " ".join(f"{place} = {value};" for place, value in zip(at, stored, strict=True))
+    if copies is not None:
+        bits = (cast(value, scalar_of(target), "u32") for value in components(target))
+        stores += "".join(f" atomicStore(&copies[{copies}u + {count}u * i + {k}u], {v});" for k, v in enumerate(bits))
+    store = f"fn store_to_{name}(i: u32, v: {target}) {{ {stores} }}\n" if element.written else ""
+    return loads(name, target, load, copies) + store
+
+
+def loads(name: str, target: str, load: str, copies: int | None) -> str:
+    """The function that loads a `target`, and what is still on its way from the copies, from this word on."""
+    if copies is None:
+        return f"fn load_from_{name}(i: u32) -> {target} {{ return {load}; }}\n"
+    count, scalar = words(target), scalar_of(target)
+    if count > 4:
+        rows = (f"v[{k}]" for k in range(count // 4))
+        late = " || ".join(f"any({cast(row, 'vec4<f32>', 'vec4<u32>')} == vec4<u32>(NOT_STORED))" for row in rows)
+    elif count > 1:
+        late = f"any({cast('v', target, f'vec{count}<u32>')} == vec{count}<u32>(NOT_STORED))"
+    else:
+        late = f"{cast('v', scalar, 'u32')} == NOT_STORED"
+    again = ", ".join(cast(f"late_word({copies}u + {count}u * i + {k}u)", "u32", scalar) for k in range(count))
+    body = f"  let v = {load};\n  if ({late}) {{ return {target}({again}); }}\n  return v;\n"
+    return f"fn load_from_{name}(i: u32) -> {target} {{\n{body}}}\n"
+
+
+def components(wgsl_type: str) -> list[str]:
+    """Of a scalar or vector `v`."""
+    count = words(wgsl_type)
+    return ["v"] if count == 1 else [f"v[{k}]" for k in range(count)]
 
 
 def cast(value: str, source: str, target: str) -> str:
@@ -172,7 +274,7 @@ def cast(value: str, source: str, target: str) -> str:
 
 
 def call_accessors(text: str, name: str) -> str:
-    """Replace `name[i] = v;` by `store_name(i, v);` and `name[i]` by `load_name(i)`."""
+    """Replace `name[i] = v;` by `store_to_name(i, v);` and `name[i]` by `load_from_name(i)`."""
     while found := re.search(rf"(?<![\w.]){name}\[", text):
         end, depth = found.end(), 1
         while depth:
@@ -181,9 +283,9 @@ def call_accessors(text: str, name: str) -> str:
         before, index, after = text[: found.start()], text[found.end() : end - 1], text[end:]
         if after.startswith(" = "):
             value, _, after = after.removeprefix(" = ").partition(";")
-            text = f"{before}store_{name}({index}, {value});{after}"
+            text = f"{before}store_to_{name}({index}, {value});{after}"
         else:
-            text = f"{before}load_{name}({index}){after}"
+            text = f"{before}load_from_{name}({index}){after}"
     return text
 
 
