@@ -175,6 +175,13 @@ def test_what_does_not_run_on_an_adapter() -> None:
         Gpu(SimpleNamespace(info={"device": "small"}, limits=few, features=features))
 
 
+def test_matrices_of_an_adapter(gpu: Gpu) -> None:
+    """The best of those that there are kernels for."""
+    adapter = SimpleNamespace(info=gpu.info, limits=gpu.limits, features=gpu.features, matrices=["16x8", "8x8"])
+    device = devices.describe(0, adapter, False, None, "")
+    assert device.matrix == "16x8" and ", matrices of 16x8)" in next(devices.device_lines([device]))
+
+
 def test_kernels_as_json(measure: Runner, gpu: Gpu) -> None:  # noqa: F811
     args = ["devices", "--kernels", "--synthetic", "tiny", "--precision", "fast", "-ctk", "f32", "-ub", "16", "-q"]
     rows = measure(*args, "--json").json

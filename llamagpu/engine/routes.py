@@ -531,7 +531,7 @@ def matrix_tile_bytes(c: Consts) -> int:
     return 16 * (own["PITCH"] * c["TILE_M"] + max(own["PITCH"] * c["TILE_N"], strips))
 
 
-MATRIX_BYTES = max(matrix_tile_bytes(matrix_consts(tile)) for tile in MATRIX_TILES)  # those of 64 rows need 32 KiB
+MATRIX_BYTES = max(matrix_tile_bytes(matrix_consts(tile)) for tile in MATRIX_TILES)  # 64 rows fit in 32 KiB
 
 
 def matrix_tile(s: Linear, c: Caps) -> tuple[int, int, int, int]:
