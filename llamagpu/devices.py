@@ -48,7 +48,7 @@ class Device:
     features: list[str]
     limits: dict[str, int]
     missing: str  # what does not run on it, and why
-    matrix: int  # side of f16 subgroup matrices
+    matrix: str  # the f16 subgroup matrices that kernels use: "16x16", "16x8", "8x8"; empty: none
     verified: str
 
 
@@ -85,7 +85,7 @@ def describe(number: int, adapter: Adapter, chosen: bool, wanted: str | None, li
         features=[feature for feature in FEATURES if feature in adapter.features],
         limits={name: adapter.limits[name] for name in MINIMUM_LIMITS},
         missing=missing(adapter.features, adapter.limits),
-        matrix=adapter.matrix,
+        matrix=next(iter(adapter.matrices), ""),
         verified=verified_line(info),
     )
 
@@ -108,7 +108,7 @@ def reason(adapter_type: str, wanted: str | None) -> str:
 def device_lines(found: list[Device]) -> Iterator[str]:
     for d in found:
         used = f"  <- used: {d.why}; {d.library}: {d.library_why}" if d.chosen else ""
-        matrices = f"matrices of {d.matrix}x{d.matrix}" if d.matrix else ""
+        matrices = f"matrices of {d.matrix}" if d.matrix else ""
         facts = ", ".join(filter(None, (d.type, d.backend, d.driver, d.library, matrices)))  # some name no driver
         yield f"{d.number}: {d.name} ({facts}){used}"
         yield f"   features: {', '.join(d.features) or 'none'}"

@@ -27,7 +27,7 @@ from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision, S
 from llamagpu.engine.routes import CONTEXT_BUCKETS, GEMM_WIDTHS, GEMV_WIDTHS
 from llamagpu.engine.synthetic import SyntheticFile, parse, synthetic_config
 from llamagpu.files.config import ModelConfig
-from llamagpu.gpu.caps import MINIMUM_LIMITS, Caps
+from llamagpu.gpu.caps import MATRICES, MINIMUM_LIMITS, Caps
 from llamagpu.gpu.device import Dispatch
 from llamagpu.gpu.dry_gpu import DryGpu
 from llamagpu.gpu.recorder import Plan
@@ -44,8 +44,8 @@ ADAPTERS: dict[str, Caps] = {
     "subgroups of 16": replace(FULL_CAPS, subgroup=16, shader_f16=True),
     "subgroups of 64": replace(FULL_CAPS, subgroup=64, shader_f16=True),
     "fused": LARGE,
-    "matrices": replace(LARGE, matrix=16),
-    "matrices, 32 KiB": replace(FULL_CAPS, shader_f16=True, matrix=16),
+    **{f"matrices of {matrix}": replace(LARGE, matrix=matrix) for matrix in MATRICES},
+    "matrices, 32 KiB": replace(FULL_CAPS, shader_f16=True, matrix="8x8"),
     "CPU, subgroups of 4": CPU,
     "CPU, subgroups of 8": replace(CPU, subgroup=8, native_f16=False, shader_f16=False),
     "CPU, no subgroups": replace(CPU, subgroup=0, shader_f16=False),
@@ -174,7 +174,7 @@ def write_sources(folder: Path, adapters: Iterable[str], models: Iterable[Source
     for name in adapters:
         caps = ADAPTERS[name]
         features = ["subgroups"] * (caps.subgroup > 0) + ["shader-f16"] * caps.shader_f16
-        features += ["chromium-experimental-subgroup-matrix"] * (caps.matrix > 0)
+        features += ["chromium-experimental-subgroup-matrix"] * (caps.matrix != "")
         least = MINIMUM_CAPS.shared_bytes, MINIMUM_CAPS.storage_buffers
         devices[name] = {"features": features, "minimumLimits": (caps.shared_bytes, caps.storage_buffers) == least}
         (folder / name).mkdir(parents=True)

@@ -1,6 +1,7 @@
 """Where the tests find the repository and a device."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,14 @@ def any_gpu(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def matrix_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The device, which runs kernels with subgroup matrices whether it has them or not."""
+def matrix_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch, matrix: str) -> Any:
+    """The device, which runs kernels with these subgroup matrices whether it has them or not."""
     from emulated_matrices import emulated
 
-    if not gpu.caps.matrices:
+    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, matrix=matrix))
+    if gpu.matrices and matrix not in gpu.matrices:
+        pytest.skip(f"no matrices of {matrix}")
+    if not gpu.matrices:
         create = gpu.native.create_module
 
         def create_emulated(source: str, label: str) -> Any:

@@ -1,76 +1,99 @@
 """Subgroup matrices by plain WGSL, so that the kernels that use them run on a software adapter.
 
-A "subgroup" is 32 neighbouring invocations. Two lanes hold a row of a matrix: of a left one all 16 numbers, of a result
-8 each. A right matrix stays where it lies until it is multiplied. f16 numbers are f32, rounded when they are stored.
+A "subgroup" is 32 neighbouring invocations. Two lanes hold a row of a result, half of its numbers each, and what they
+need to compute them: a row of a left matrix, half of the columns of a right one. Of matrices with 8 rows the lanes from
+16 on hold the same as those before. f16 numbers are f32, rounded when they are stored. Numbers are unpacked when
+they are loaded: in each product it would take a software adapter minutes to compile.
 """
 
 import re
 
-LOAD = re.compile(r"subgroupMatrixLoad<(Left|Right|Result), (row|col)_major>\(&(\w+), ")
-STORE = re.compile(r"subgroupMatrixStore<row_major>\(&(\w+), ")
-ALIASES = re.compile(r"^alias (?:Left|Right|Result) = .*\n", re.M)
+from llamagpu.gpu.shaders import for_tiles, matrix_calls
+
+ALIAS = re.compile(r"^alias (\w+) = subgroup_matrix_(left|right|result)<\w+, (\d+), (\d+)>;\n", re.M)
 ENTRY = re.compile(r", @builtin\(subgroup_id\) subgroup: u32(.*?\) \{\n)", re.S)
-TYPES = """
-struct Left { a: vec4<u32>, b: vec4<u32> }
-struct Right { at: u32, pitch: u32, tile: u32, transposed: bool }
-struct Result { a: vec4<f32>, b: vec4<f32> }
+LOOP = re.compile(r"for \(var (\w+) = 0u; \1 < (\d+)u; \1\+\+\) \{([^{}]*)\}")
+# Sizes are M and K; E, eights of K; H, the half of N columns that a lane holds; F, its fours
+MATRICES = """
+struct LEFT { v: array<vec4<f32>, 2u * Eu> }  // [K]
+struct RIGHT { v: array<vec4<f32>, Ku * Fu> } // [K][N / 2]
+struct RESULT { v: array<vec4<f32>, Fu> }       // [N / 2]
 var<private> lane_of_32: u32;
-fn half_of(words: vec4<u32>, i: u32) -> f32 {
-  let two = select(words.xy, words.zw, i % 8u >= 4u);
-  return unpack_f16(select(two.x, two.y, i % 4u >= 2u) >> (16u * (i % 2u))).x;
-}
-fn right(tile: u32, transposed: bool, at: u32, pitch: u32) -> Right { return Right(at, pitch, tile, transposed); }
-fn multiply(a: Left, b: Right, c: Result) -> Result {
-  var result = c;
-  let zero = step.rows >> 31u;  // loops that are not unrolled: minutes less to compile
-  for (var j = zero; j < 8u; j++) {
-    let n = lane_of_32 % 2u * 8u + j;
-    var sum = 0.0;
-    for (var k = zero; k < 16u; k++) {
-      let row = select(k, n, b.transposed);
-      let column = select(n, k, b.transposed);
-      let weight = half_of(tile_word(b.tile, b.at + row * b.pitch + column / 8u), column);
-      sum += half_of(select(a.a, a.b, k >= 8u), k) * weight;
-    }
-    let place = vec4<u32>(0u, 1u, 2u, 3u);
-    result.a += select(vec4<f32>(), vec4<f32>(sum), vec4<u32>(j) == place);
-    result.b += select(vec4<f32>(), vec4<f32>(sum), vec4<u32>(j) == place + 4u);
+fn four(words: vec2<u32>) -> vec4<f32> { return vec4<f32>(unpack_f16(words.x), unpack_f16(words.y)); }
+fn row_at(at: u32, pitch: u32) -> u32 { return at + lane_of_32 / 2u % Mu * pitch; }
+fn emulated_multiply_add(left: LEFT, right: RIGHT, c: RESULT) -> RESULT {
+  var a = left;
+  var b = right;
+  var sum = c;
+  for (var k = 0u; k < Ku; k++) {
+    for (var q = 0u; q < Fu; q++) { sum.v[q] += a.v[k / 4u][k % 4u] * b.v[k * Fu + q]; }
   }
-  return result;
+  return sum;
 }
-"""
-TILE = """
-fn load_left_NAME(at: u32, pitch: u32) -> Left {
-  let first = at + lane_of_32 / 2u * pitch;
-  return Left(NAME[first], NAME[first + 1u]);
+
+fn emulated_load_LEFT_row_major_TILE(at: u32, pitch: u32) -> LEFT {
+  var m: LEFT;
+  for (var i = 0u; i < Eu; i++) {
+    let w = TILE[row_at(at, pitch) + i];
+    m.v[2u * i] = four(w.xy);
+    m.v[2u * i + 1u] = four(w.zw);
+  }
+  return m;
 }
-fn load_result_NAME(at: u32, pitch: u32) -> Result {
-  let first = at + lane_of_32 / 2u * pitch + lane_of_32 % 2u * 2u;
-  return Result(bitcast<vec4<f32>>(NAME[first]), bitcast<vec4<f32>>(NAME[first + 1u]));
+fn emulated_load_RIGHT_row_major_TILE(at: u32, pitch: u32) -> RIGHT {
+  var m: RIGHT;
+  for (var k = 0u; k < Ku; k++) {
+    let w = TILE[at + k * pitch + lane_of_32 % 2u * (Fu / 2u)];
+    for (var q = 0u; q < Fu; q++) {
+      m.v[k * Fu + q] = four(select(w.xy, w.zw, q == 1u || (Fu == 1u && lane_of_32 % 2u == 1u)));
+    }
+  }
+  return m;
 }
-fn store_NAME(at: u32, c: Result, pitch: u32) {
-  let first = at + lane_of_32 / 2u * pitch + lane_of_32 % 2u * 2u;
-  NAME[first] = bitcast<vec4<u32>>(c.a);
-  NAME[first + 1u] = bitcast<vec4<u32>>(c.b);
+fn emulated_load_RIGHT_col_major_TILE(at: u32, pitch: u32) -> RIGHT {
+  var m: RIGHT;
+  for (var n = 0u; n < Hu; n++) {
+    for (var i = 0u; i < Eu; i++) {
+      let w = TILE[at + (lane_of_32 % 2u * Hu + n) * pitch + i];
+      for (var k = 0u; k < 8u; k++) { m.v[((8u * i + k) * Hu + n) / 4u][n % 4u] = unpack_f16(w[k / 2u])[k % 2u]; }
+    }
+  }
+  return m;
+}
+fn emulated_load_RESULT_row_major_TILE(at: u32, pitch: u32) -> RESULT {
+  var m: RESULT;
+  for (var q = 0u; q < Fu; q++) { m.v[q] = bitcast<vec4<f32>>(TILE[row_at(at, pitch) + lane_of_32 % 2u * Fu + q]); }
+  return m;
+}
+fn emulated_store_row_major_TILE(at: u32, given: RESULT, pitch: u32) {
+  var m = given;
+  for (var q = 0u; q < Fu; q++) { TILE[row_at(at, pitch) + lane_of_32 % 2u * Fu + q] = bitcast<vec4<u32>>(m.v[q]); }
 }
 """
 
 
 def emulated(source: str) -> str:
     """The kernel without subgroup matrices and f16."""
-    tiles = sorted({found[-1] for found in LOAD.findall(source)} | set(STORE.findall(source)))
-    words = "".join(f"  if (tile == {i}u) {{ return {name}[at]; }}\n" for i, name in enumerate(tiles))
-    words = f"fn tile_word(tile: u32, at: u32) -> vec4<u32> {{\n{words}  return vec4<u32>();\n}}\n"
-
-    def load(found: "re.Match[str]") -> str:
-        kind, order, name = found.groups()
-        if kind == "Right":
-            return f"right({tiles.index(name)}u, {str(order == 'col').lower()}, "
-        return f"load_{kind.lower()}_{name}("
-
-    source = LOAD.sub(load, source)
-    source = STORE.sub(r"store_\1(", source).replace("subgroupMatrixMultiplyAccumulate(", "multiply(")
-    source = ENTRY.sub(r"\1  let subgroup = index / 32u;\n  lane_of_32 = index % 32u;\n", ALIASES.sub("", source))
+    aliases = {kind.upper(): (name, int(columns), int(rows)) for name, kind, columns, rows in ALIAS.findall(source)}
+    source, tiles = matrix_calls(ALIAS.sub("", source), "emulated_")
+    source = ENTRY.sub(r"\1  let subgroup = index / 32u;\n  lane_of_32 = index % 32u;\n", source)
     source = source.replace("bitcast<vec2<f16>>(", "unpack_f16(").replace("bitcast<u32>(v * ", "pack_f16(v * ")
     source = re.sub(r"(\d\.\d+)h\b", r"\1", re.sub(r"\bf16\b(?![_(])", "f32", source))
-    return source + TYPES + words + "".join(TILE.replace("NAME", name) for name in tiles)
+    (_, k, m), (_, n, _) = aliases["LEFT"], aliases["RIGHT"]
+    sizes = {"M": m, "K": k, "E": k // 8, "H": n // 2, "F": n // 8}
+    functions = re.sub(r"\b([MKEHF])u\b", lambda found: f"{sizes[found[1]]}u", MATRICES)
+    for kind, (name, _, _) in aliases.items():
+        functions = functions.replace(kind, name)
+    return source + for_tiles(unrolled(functions), tiles)
+
+
+def unrolled(source: str) -> str:
+    """Without loops, the innermost first: a software adapter takes five times as long to compile them."""
+
+    def iterations(found: "re.Match[str]") -> str:
+        name, count, body = found.groups()
+        return "".join("«" + re.sub(rf"\b{name}\b", f"{i}u", body) + "»" for i in range(int(count)))
+
+    while LOOP.search(source):
+        source = LOOP.sub(iterations, source)
+    return source.replace("«", "{").replace("»", "}")

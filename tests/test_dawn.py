@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,16 +29,18 @@ from test_model import CACHE_BOUNDS, assert_close, reference_of, token_ids
 
 from llamagpu.engine.options import KvType
 from llamagpu.errors import DeviceLost, DoesNotFit, NoAdapter
-from llamagpu.gpu import choice, dawn, dawn_trial
+from llamagpu.files.storage import Storage
+from llamagpu.gpu import choice, dawn
 from llamagpu.gpu.buffers import BufferRange
-from llamagpu.gpu.caps import Library
+from llamagpu.gpu.caps import MATRICES, Library
 from llamagpu.gpu.choice import LIBRARY, Trial, adapter_key, choose_adapter, same_in_dawn, trials
 from llamagpu.gpu.device import Gpu, map_device_lost
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 from llamagpu.gpu.timing import Stopwatch
 from llamagpu.gpu.webgpu import GPUError, GPUValidationError
+from llamagpu.verify import dawn_trial
 from llamagpu.verify.others import other_cases
-from llamagpu.verify.reference import errors
+from llamagpu.verify.reference import Weight, errors
 
 SWIFTSHADER = Path(sys.prefix) / "portability/usr/lib/chromium/vk_swiftshader_icd.json"
 NODE_ARCH = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), "none")
@@ -149,21 +152,22 @@ def test_a_lost_device(gpu: Gpu, library: Path) -> None:
         lost.close()
 
 
-def test_matrices_compile(library: Path) -> None:
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_matrices_compile(library: Path, matrix: str) -> None:
     """On Dawn's null backend, which runs nothing."""
     (adapter,) = dawn.dawn_adapters(library, dawn.NULL_BACKEND)
     native = adapter.open(sorted(adapter.features), {}, True, threading.Event())
-    consts = f"const SIDE = 16u;\nconst LANES = {dawn_trial.LANES}u;\n"
-    module = native.create_module(consts + dawn_trial.BINDINGS + dawn_trial.MATRIX_PRODUCT, "matrices")
+    product = dawn_trial.matrix_product(matrix)
+    module = native.create_module(product, "matrices")
     native.device.create_compute_pipeline(layout="auto", compute={"module": module, "entry_point": "main"})
-    kernels = compose_all(ADAPTERS["matrices"], ["tiny"])
+    kernels = compose_all(ADAPTERS[f"matrices of {matrix}"], ["tiny"])
     composed = [source for source in kernels if "subgroup_matrix" in source]
+    assert all((f"Right8 = subgroup_matrix_right<f16, 8, {matrix[:-2]}>" in s) == (matrix != "16x16") for s in composed)
     assert {kernels[source] for source in composed} == {"linear_matrix", "attend_matrix"}
     for source in composed:
         native.create_module(source, kernels[source])
     with pytest.raises(GPUValidationError, match="row_minor"):
-        wrong = dawn_trial.MATRIX_PRODUCT.replace("row_major", "row_minor")
-        native.create_module(consts + dawn_trial.BINDINGS + wrong, "matrices")
+        native.create_module(product.replace("row_major>", "row_minor>"), "matrices")
 
 
 def test_directives() -> None:
@@ -183,6 +187,23 @@ def test_the_trial(gpu: Gpu, library: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dawn_trial, "products", lambda gpu: [("product", False)])
     adapter = next(a for a in dawn.dawn_adapters(library) if a.info["device"] == gpu.name)
     assert dawn_trial.try_adapter(adapter) == Trial(False, why="it computes a wrong product")
+
+
+def test_matrices_must_be_faster(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are compared on GPUs with matrices alone."""
+    with monkeypatch.context() as small:
+        small.setattr(dawn_trial, "ROWS", 1)
+        small.setattr(dawn_trial, "WEIGHT", Weight(Storage.Q4, 64, 64))
+        assert all(ms > 0 for ms in dawn_trial.linear_ms(gpu))
+    times = [(2.0, 1.0)]
+    monkeypatch.setattr(dawn_trial, "linear_ms", lambda gpu: times.pop())
+    for facts in ({"cpu": True}, {"matrix": ""}):
+        caps = replace(ADAPTERS["matrices of 8x8"], **facts)
+        assert "no matrices" in dawn_trial.why_not_faster(SimpleNamespace(caps=caps, software=caps.cpu))
+    units = SimpleNamespace(caps=ADAPTERS["matrices of 8x8"], software=False)
+    assert dawn_trial.why_not_faster(units) == "a linear takes 2.000 ms on matrices of 8x8, 1.000 without"
+    times.append((1.0, 2.0))
+    assert dawn_trial.why_not_faster(units) == ""
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def test_listing_equals_what_the_engine_submits(engine: Engine, monkeypatch: pyt
 def test_decode_is_listed_again_where_a_long_context_differs(engine: Engine) -> None:
     steps, last = listed(engine), engine.settings.context - 1
     if engine.model.fused:
-        assert [found.dispatch.kernel for found in steps["1"]][1] == "fused_layers"
+        assert "fused_layers" in [found.dispatch.kernel for found in steps["1"]][1:3]
         assert "1@" not in "".join(steps)  # it splits the context itself
         return
     differs = launches(Step(engine.model.plan(1, last), 1, last)) != launches(Step(engine.model.plan(1)))
@@ -173,6 +173,13 @@ def test_what_does_not_run_on_an_adapter() -> None:
     assert devices.missing(features, few) == f"cannot be used: {why}"
     with pytest.raises(NoAdapter, match=f"small cannot run the kernels: {why}"):
         Gpu(SimpleNamespace(info={"device": "small"}, limits=few, features=features))
+
+
+def test_matrices_of_an_adapter(gpu: Gpu) -> None:
+    """The best of those that there are kernels for."""
+    adapter = SimpleNamespace(info=gpu.info, limits=gpu.limits, features=gpu.features, matrices=["16x8", "8x8"])
+    device = devices.describe(0, adapter, False, None, "")
+    assert device.matrix == "16x8" and ", matrices of 16x8)" in next(devices.device_lines([device]))
 
 
 def test_kernels_as_json(measure: Runner, gpu: Gpu) -> None:  # noqa: F811

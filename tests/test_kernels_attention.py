@@ -392,7 +392,7 @@ def test_attend_tile(gpu, case, int8_out):
     check_tiles(gpu, case, table, case.shape(MOST), int8_out, F32, TILE_STEPS[2:3])
 
 
-ON_MATRICES = next(route for route in routes.ATTEND if route.kernel == "attend_matrix")
+ON_MATRICES = [route for route in routes.ATTEND if route.kernel == "attend_matrix"]  # the larger first
 LARGE, SMALL = (route for route in routes.ATTEND if route.kernel == "attend_int8")
 # llvmpipe takes seconds to compile the kernel: few cases, each with something of its own. Large tiles are for heads of
 # 128, for which it has no memory.
@@ -426,13 +426,14 @@ MATRIX = [
 
 
 @covers("attend_matrix")
+@pytest.mark.parametrize("matrix", ["16x16", *(pytest.param(m, marks=pytest.mark.slow) for m in ("16x8", "8x8"))])
 @pytest.mark.parametrize("case, splits, int8_out", MATRIX)
 def test_attend_matrix(matrix_gpu, case, splits, int8_out):
-    shape, route = replace(case.shape(MOST, splits), segments=SLOTS, half=True), ON_MATRICES
-    if matrix_gpu.caps.shared_bytes < routes.matrix_attention_bytes(case.head_dim):
-        route = replace(route, consts={"WORKGROUP": 64})
+    shape, memory = replace(case.shape(MOST, splits), segments=SLOTS, half=True), matrix_gpu.caps.shared_bytes
+    sizes = (routes.matrix_attention_bytes(case.head_dim, route.consts["WORKGROUP"]) for route in ON_MATRICES)
+    route = next(route for route, size in zip(ON_MATRICES, sizes, strict=True) if size <= memory)
     bound = INT8_ATTENTION if int8_out else HALF_ATTENTION
-    steps = TILE_STEPS if matrix_gpu.caps.matrices or splits == 1 else TILE_STEPS[2:4]  # a step takes seconds
+    steps = TILE_STEPS if matrix_gpu.matrices or splits == 1 else TILE_STEPS[2:4]  # a step takes seconds
     check_tiles(matrix_gpu, case, always(route), shape, int8_out, bound, steps)
 
 

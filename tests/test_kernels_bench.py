@@ -22,6 +22,20 @@ def test_fill_random(gpu):
     assert (gpu.read(same, np.uint32, 1000) == 1234).all()
 
 
+@covers("fill")
+@pytest.mark.parametrize("sizes", [(16, 8, 4), (0, 300, 500), (700, 8, 4)])
+def test_fill(any_gpu, sizes):
+    """Of x the first vec4s stay, and what follows the sizes everywhere."""
+    words = [np.arange(4 * 800, dtype=np.uint32) for _ in sizes]
+    buffers = [any_gpu.upload(data, "words") for data in words]
+    names = dict(zip(("X_VEC4S", "Y_VEC4S", "Z_VEC4S"), sizes, strict=True))
+    bound = dict(zip("xyz", buffers, strict=True))
+    run(any_gpu, [any_gpu.dispatch("fill", (), names | {"FIRST": 2}, bound, (2, 1, 1))])
+    for size, first, data in zip(sizes, (2, 0, 0), words, strict=True):
+        data[4 * first : 4 * size] = 0xFFFFFFFF
+    assert [any_gpu.read(each, np.uint32, 3200).tolist() for each in buffers] == [data.tolist() for data in words]
+
+
 @covers("copy")
 def test_copy(gpu):
     x = random("copy").integers(0, 1 << 32, 4 * 1001, np.uint32)

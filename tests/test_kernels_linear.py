@@ -34,6 +34,7 @@ from llamagpu.engine.synthetic import synthetic_config
 from llamagpu.files.architectures import Activation
 from llamagpu.files.config import LayerKind
 from llamagpu.files.storage import Storage
+from llamagpu.gpu.caps import MATRICES
 from llamagpu.verify import reference as verify_reference
 from llamagpu.verify.kernels import linear_bound, matrix_case, mode_bound, swiglu_int8
 from llamagpu.verify.reference import (
@@ -166,22 +167,24 @@ def test_linear(any_gpu, route, case):
         assert (got[m:] == GUARD).all(), f"{m} rows: wrote behind the last"
 
 
-MATRICES = [r for r in routes.LINEAR if r.kernel == "linear_matrix"]
+MATRIX_TILES = [r for r in routes.LINEAR if r.kernel == "linear_matrix"]
 
 
-ON_MATRICES = [w for w in WEIGHTS if w.k in (256, 576, 768)]
+ON_MATRICES = [("16x16", w) for w in WEIGHTS if w.k in (256, 576, 768)] + [("16x8", WEIGHTS[0]), ("8x8", WEIGHTS[0])]
 
 
 @covers("linear_matrix")
 @pytest.mark.parametrize(
-    "weight",
-    [pytest.param(w, marks=[pytest.mark.slow] if i else []) for i, w in enumerate(ON_MATRICES)],
-    ids=lambda weight: weight.name,
+    "matrix, weight",
+    [
+        pytest.param(matrix, w, marks=[pytest.mark.slow] if i else [], id=f"{matrix}-{w.name}")
+        for i, (matrix, w) in enumerate(ON_MATRICES)
+    ],
 )
 def test_linears_on_matrices(matrix_gpu, weight):
     """On an adapter without matrices few tiles on Q4_0: its compiler takes seconds. One on the other storages."""
-    tiles = [route for route in MATRICES if routes.matrix_tile_bytes(route.consts) <= matrix_gpu.caps.shared_bytes]
-    if not matrix_gpu.caps.matrices:
+    tiles = [route for route in MATRIX_TILES if routes.matrix_tile_bytes(route.consts) <= matrix_gpu.caps.shared_bytes]
+    if not matrix_gpu.matrices:
         tiles = [
             route for route in tiles if route.consts.get("GRID_SPLIT", 1) == (2 if route.consts["TILE_M"] == 64 else 1)
         ]
@@ -190,10 +193,11 @@ def test_linears_on_matrices(matrix_gpu, weight):
         assert_close(*case.compare(), *case.bound, case.shape)
 
 
+@pytest.mark.parametrize("matrix", MATRICES)
 def test_gated_units_on_matrices(matrix_gpu):
-    tiles = [route for route in MATRICES if routes.matrix_tile_bytes(route.consts) <= matrix_gpu.caps.shared_bytes]
+    tiles = [route for route in MATRIX_TILES if routes.matrix_tile_bytes(route.consts) <= matrix_gpu.caps.shared_bytes]
     whole = [route for route in tiles if "GRID_SPLIT" not in route.consts]
-    for route in whole if matrix_gpu.caps.matrices else whole[-1:]:
+    for route in whole if matrix_gpu.matrices else whole[-1:]:
         m = route.consts["TILE_M"] + 5
         assert_close(*swiglu_int8(matrix_gpu, route, Inputs.INT8, m), *REQUANTISED_HALVES, route.needs)
 

@@ -85,7 +85,7 @@ def test_memory_is_that_of_the_file_and_little_more(gpu, monkeypatch, name, mix,
     limits = {"max-buffer-size": 1 << 40}
     monkeypatch.setattr(gpu, "limits", gpu.limits | limits)
     caps = replace(gpu.caps, cpu=False, native_f16=True, grid_barrier=True, subgroup=32, binding_bytes=1 << 31)
-    caps = replace(caps, matrix=0)  # whose inputs are another buffer
+    caps = replace(caps, matrix="")  # whose inputs are another buffer
     monkeypatch.setattr(gpu, "caps", caps)
     source, file = file_of(name, mix)
     settings = Settings(precision, KvType.F16, Backend.BUFFERS, chunk=1, context=1024, capacity=1024)
@@ -118,7 +118,8 @@ def test_the_default_context_is_what_fits_the_memory(tmp_path, gpu, monkeypatch)
         limit = -(-llama.memory.peak >> 20)
     monkeypatch.setenv("LLAMAGPU_MAX_MEMORY", str(limit))
     with Llama(path, device=gpu) as llama:
-        assert 1536 <= llama.context < 8000 and llama.memory.peak <= limit << 20
+        # buffers of a step are larger for a longer context, too
+        assert 1280 <= llama.context < 8000 and llama.memory.peak <= limit << 20
         list(llama.generate(PROMPT, max_tokens=1))
     with pytest.raises(DoesNotFit, match="the model needs") as caught:
         Llama(path, device=gpu, context=6000)

@@ -15,7 +15,7 @@ from llamagpu.engine import routes
 from llamagpu.engine.routes import Attention, Epilogue, Inputs, Linear, Prologue, RowWise, fold, select
 from llamagpu.files.storage import Storage
 from llamagpu.gpu import shaders
-from llamagpu.gpu.caps import Caps
+from llamagpu.gpu.caps import MATRICES, Caps
 
 Q4, Q6, Q8, F16 = Storage.Q4, Storage.Q6, Storage.Q8, Storage.F16
 GPU = Caps(
@@ -124,10 +124,13 @@ def test_int8_tiles_fill_a_large_gpu(n, k):
 def test_matrix_units(m, n, k, storage, kernel):
     group = 16 if storage is Q6 else k if storage.two_bytes else 32
     shape = Linear(m, n, k, group, storage, Inputs.INT8)
-    units = replace(GPU, matrix=16, shared_bytes=49152)
-    assert linear_kernel(shape, units) == kernel
-    for lacking in (replace(units, shared_bytes=32768), replace(units, matrix=8), replace(units, subgroup=64)):
-        assert linear_kernel(shape, lacking) != "linear_matrix"
+    for matrix, memory in product(MATRICES, (49152, 32768)):
+        units = replace(GPU, matrix=matrix, shared_bytes=memory)
+        route = select(routes.LINEAR, shape, units)
+        assert route.kernel == kernel
+        assert kernel != "linear_matrix" or routes.matrix_tile_bytes(route.consts) <= memory
+        for lacking in (replace(units, matrix=""), replace(units, subgroup=64)):
+            assert linear_kernel(shape, lacking) != "linear_matrix"
 
 
 def test_results_in_int8_blocks_are_not_split():

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("wgpu")
 from composed import ADAPTERS, DAWN, NOT_WGSL, compose_all, tint, write_sources
 
-FEW = ("minimum limits, features", "CPU, subgroups of 4", "fused", "matrices")
+FEW = ("minimum limits, features", "CPU, subgroups of 4", "fused", "matrices of 16x16", "matrices of 8x8")
 
 
 def test_every_kernel_is_composed_without_features() -> None:

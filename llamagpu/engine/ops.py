@@ -254,6 +254,8 @@ class Ops:
                 direct = storage is Storage.Q4 or storage.two_bytes
                 own = [f"halves_{words}"] if direct else [f"planes_{words}", "halves_bytes"]
                 names += [*scales, "half2", *own]
+            elif role is Role.MATRIX and caps.matrix in ("16x8", "8x8"):
+                names.append(f"matrix_{caps.matrix}")
             elif role is Role.DOT:
                 names += [*scales, *self._dot_parts(storage, inputs, prologue, int8_block)]
             elif role is Role.REDUCE:

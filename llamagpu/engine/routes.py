@@ -6,7 +6,7 @@ A table is read from the top. The first row that fits wins, and the last row fit
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from typing import Generic, TypeVar
 
 from llamagpu.files.storage import Layout, Storage
@@ -68,6 +68,7 @@ class Role(StrEnum):
     BLOCK = "block"  # dot products of whole blocks, for CPU adapters
     PLANES = "planes"  # unpacks 32 weights into even and odd bytes
     HALVES = "halves"  # makes 32 weights f16
+    MATRIX = "matrix"  # 16 x 16 matrices of smaller ones
     DOT = "dot"  # inputs, prologue and the dot product of 32 weights
     REDUCE = "reduce"  # sums over lanes
     EPILOGUE = "epilogue"
@@ -530,24 +531,24 @@ def matrix_tile_bytes(c: Consts) -> int:
     return 16 * (own["PITCH"] * c["TILE_M"] + max(own["PITCH"] * c["TILE_N"], strips))
 
 
-MATRIX_BYTES = max(matrix_tile_bytes(matrix_consts(tile)) for tile in MATRIX_TILES)
+MATRIX_BYTES = max(matrix_tile_bytes(matrix_consts(tile)) for tile in MATRIX_TILES)  # 64 rows fit in 32 KiB
 
 
-def matrix_tile(s: Linear) -> tuple[int, int, int, int]:
-    """Small tiles where large ones are fewer than cores, unless long rows can be split."""
+def matrix_tile(s: Linear, c: Caps) -> tuple[int, int, int, int]:
+    """Small tiles where large ones are fewer than cores, unless long rows can be split; or where 32 KiB must do."""
     if s.m <= 32:
         return MATRIX_TILES[0] if s.n >= 16384 else MATRIX_TILES[1]
-    if s.m <= 64:
+    if s.m <= 64 or c.shared_bytes < MATRIX_BYTES:
         return MATRIX_TILES[2]
     enough = tile_count(s, 128, 128) >= 96 or s.k >= LONG_ROWS
     return MATRIX_TILES[3] if enough else MATRIX_TILES[4]
 
 
-def matrix_splits(s: Linear) -> int:
+def matrix_splits(s: Linear, c: Caps) -> int:
     """Workgroups that share a tile: 128 large ones, 256 small ones."""
     if s.n % 2 or not no_extras(s) or s.k < LONG_ROWS:
         return 1
-    rows, columns, *_ = matrix_tile(s)
+    rows, columns, *_ = matrix_tile(s, c)
     tiles, wanted = tile_count(s, rows, columns), 128 if rows == 128 else 256
     if rows == 128 and CORES < tiles < 3 * CORES // 2:  # a second round with few
         return 2
@@ -558,7 +559,7 @@ def on_matrices(s: Linear, c: Caps) -> bool:
     if s.storage is Storage.BF16:  # may be beyond f16
         return False
     enough = s.m > 64 or (s.m >= MATRIX_ROWS and s.k >= LONG_ROWS and s.n >= LONG_ROWS)
-    return enough and c.matrices and int8_tiles(s, c) and c.shared_bytes >= MATRIX_BYTES
+    return enough and c.matrices and int8_tiles(s, c)
 
 
 # Tiles of linear_gemm: token rows, matrix rows, k of a split-K team. As above, a smaller one is more work: on an H200
@@ -626,9 +627,9 @@ def _matrix_route(tile: tuple[int, int, int, int], splits: int) -> Route[Linear]
     consts = matrix_consts(tile) | {"EPILOGUE_LANES": 32, "TOKENS": 16} | ({"GRID_SPLIT": splits} if splits > 1 else {})
 
     def fits(s: Linear, c: Caps) -> bool:
-        return on_matrices(s, c) and matrix_tile(s) == tile and matrix_splits(s) == splits
+        return on_matrices(s, c) and matrix_tile(s, c) == tile and matrix_splits(s, c) == splits
 
-    return Route("linear_matrix", fits, needs, matrix_tile_grid, (Role.HALVES, Role.EPILOGUE), consts)
+    return Route("linear_matrix", fits, needs, matrix_tile_grid, (Role.MATRIX, Role.HALVES, Role.EPILOGUE), consts)
 
 
 def _gemm_route(case: str, fits: Callable[[Linear, Caps], bool], consts: Consts) -> Route[Linear]:
@@ -970,10 +971,11 @@ def large_int8_tiles(s: Attention, c: Caps) -> bool:
     return s.head_dim == 128 and s.m >= LARGE_TILE_ROWS and int8_attention(s, c, 256)
 
 
-def matrix_attention(s: Attention, c: Caps) -> bool:
-    """Whether attend_matrix may and can run: enough rows for tiles of 64, a row for each query head of a KV head."""
-    heads = s.head_dim in (64, 128) and s.heads_per_kv <= 64 and not s.soft_cap and not s.sinks
-    return s.half and s.m > 64 and heads and c.matrices and matrix_attention_bytes(s.head_dim) <= c.shared_bytes
+def matrix_attention(s: Attention, c: Caps, workgroup: int) -> bool:
+    """Whether attend_matrix may and can run: enough rows for its tiles, a row for each query head of a KV head."""
+    heads = s.head_dim in (64, 128) and s.heads_per_kv <= workgroup // 2 and not s.soft_cap and not s.sinks
+    fits = c.matrices and matrix_attention_bytes(s.head_dim, workgroup) <= c.shared_bytes
+    return s.half and s.m > 64 and heads and fits
 
 
 ATTEND: Table[Attention] = (
@@ -984,13 +986,16 @@ ATTEND: Table[Attention] = (
         lambda s, c, caps, rows, position: (s.kv_heads, s.splits, rows),
         (Role.KV_RUN, Role.PAGES, Role.INT8_BLOCK),
     ),
-    Route(
-        "attend_matrix",
-        matrix_attention,
-        "m > 64, f16 will do, matrix units, head_dim 64 or 128, 64 heads to a KV head",
-        int8_tile_grid,
-        (Role.PAGES, Role.INT8_BLOCK),
-        {"WORKGROUP": 128},
+    *(
+        Route(
+            "attend_matrix",
+            partial(matrix_attention, workgroup=workgroup),
+            f"m > 64, f16 will do, matrix units, head_dim 64 or 128, {workgroup // 2} heads to a KV head",
+            int8_tile_grid,
+            (Role.MATRIX, Role.PAGES, Role.INT8_BLOCK),
+            {"WORKGROUP": workgroup},
+        )
+        for workgroup in (128, 64)  # the smaller where 32 KiB of workgroup memory must do
     ),
     Route(
         "attend_int8",
@@ -1078,10 +1083,10 @@ def int8_tile_bytes(head_dim: int, workgroup: int) -> int:
     return 128 * head_dim + 512 + head_dim * (rows + 2) + 64 * (rows + 4) + 32 * rows
 
 
-def matrix_attention_bytes(head_dim: int) -> int:
+def matrix_attention_bytes(head_dim: int, workgroup: int) -> int:
     """Workgroup memory of attend_matrix: a kv tile of keys or values, scores and weights of its rows, a flag."""
     own = constants("attend_matrix")
-    rows = own["WORKGROUP"] // 2 * (own["SCORE_PITCH"] + own["WEIGHT_PITCH"])
+    rows = workgroup // 2 * (own["SCORE_PITCH"] + own["WEIGHT_PITCH"])
     return 16 * (own["KV_TILE"] * (head_dim // 8 + 1) + rows) + 16
 
 

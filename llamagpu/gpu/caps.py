@@ -49,6 +49,10 @@ KERNEL_LIMITS = (  # no kernel is planned with less; the others are planned arou
 )
 
 
+# f16 subgroup matrices with f32 sums that kernels use: M, N and K by their names in kernels/parts. The best is first.
+MATRICES = {"16x16": (16, 16, 16), "16x8": (16, 8, 16), "8x8": (8, 8, 8)}
+
+
 @dataclass(frozen=True, slots=True)
 class Caps:
     """The facts about an open device that decide which kernels run."""
@@ -68,15 +72,13 @@ class Caps:
     measured_barrier: bool = False  # fused decode was measured to be right there without fences
     compares_fused: bool = False  # fused decode is compared with unfused before it is used
     grid_barrier: bool = False  # workgroups of one dispatch may wait for each other
-    tint: bool = (
-        False  # Dawn's compiler: refuses barriers that it cannot see to be uniform, has none for all workgroups
-    )
-    matrix: int = 0  # side of f16 subgroup matrices with f32 sums: 16 (16x16x16) or 8 (8x8x8); 0: none
+    tint: bool = False  # Dawn's compiler: its barriers must be seen to be uniform, and none is for all workgroups
+    matrix: str = ""  # the best of MATRICES that it has; empty: none
 
     @property
     def matrices(self) -> bool:
         """Whether there are kernels for its matrices."""
-        return self.matrix == 16 and self.subgroup == 32
+        return self.matrix != "" and self.subgroup == 32
 
 
 def requested_features(offered: Set[str]) -> list[str]:

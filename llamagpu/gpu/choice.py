@@ -23,6 +23,7 @@ from llamagpu.files.atomic import atomic_write
 from llamagpu.files.cache import cache_dir
 from llamagpu.gpu.adapters import in_order, select_adapter
 from llamagpu.gpu.caps import Library
+from llamagpu.gpu.shaders import kernel_files
 from llamagpu.gpu.webgpu import Adapter, GPUError
 
 # Fused decode costs more with Dawn (parts/late_stores.wgsl): on an H200 (2026-11-16) one sequence of Llama 1B gets 2092
@@ -156,13 +157,15 @@ def trials(path: Path, again: bool = False) -> dict[str, Trial]:
 @cache
 def binding_digest() -> str:
     """Of the files that are tried with the library: others must be tried again."""
-    files = (Path(__file__).parent / name for name in ("dawn.py", "dawn_trial.py", "caps.py"))
+    package, kernels = Path(__file__).parents[1], ("linear_matrix", "matrix_16x8", "matrix_8x8")
+    files = [package / name for name in ("gpu/dawn.py", "gpu/caps.py", "verify/dawn_trial.py")]
+    files += [kernel_files()[name] for name in kernels]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
 
 
 def run_trials(path: Path) -> dict[str, Trial]:
     """In a child process. What it was at when it crashed is wrong."""
-    command = [sys.executable, "-P", "-m", "llamagpu.gpu.dawn_trial", str(path)]
+    command = [sys.executable, "-P", "-m", "llamagpu.verify.dawn_trial", str(path)]
     package = str(Path(__file__).parents[2])
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
     env.pop("LLAMAGPU_MINIMUM_LIMITS", None)

@@ -26,7 +26,7 @@ from cffi import FFI
 from numpy.typing import NDArray
 
 from llamagpu.errors import NoAdapter
-from llamagpu.gpu.caps import Library
+from llamagpu.gpu.caps import MATRICES, Library
 from llamagpu.gpu.guard import device_lost, ending
 from llamagpu.gpu.webgpu import GPUError, GPUOutOfMemoryError, GPUValidationError, Launch, quiet_mesa, record_launches
 
@@ -357,7 +357,7 @@ class DawnAdapter:
         names = [name for name, _ in ffi.typeof("Limits").fields[1:]]
         self.limits: dict[str, int] = {name.replace("_", "-"): getattr(limits, name) for name in names}
         kinds = matrix_kinds(configs)
-        self.matrix = next((side for side in (16, 8) if cube(side) in kinds), 0)
+        self.matrices = [name for name, sizes in MATRICES.items() if (F16, F32, *sizes) in kinds]
         backends = {number: name for name, number in BACKEND_NUMBERS.items()}
         self.info: dict[str, Any] = {
             **{name: to_string(getattr(info, name)) for name in ("vendor", "architecture", "device", "description")},
@@ -410,11 +410,6 @@ def matrix_kinds(configs: Any) -> list[tuple[int, ...]]:
     if all(0 < kind[0] <= 6 and 0 < kind[1] <= 6 for kind in found):
         return found
     return [tuple(words[7 * i : 7 * i + 5]) for i in range(configs.count)]
-
-
-def cube(side: int) -> tuple[int, ...]:
-    """The configuration of f16 matrices of this side with f32 sums."""
-    return F16, F32, side, side, side
 
 
 kept: list[Any] = []  # Dawn may call on_lost after the device is gone

@@ -108,7 +108,7 @@ class Gpu:
         self.limits = requested_limits(adapter.limits)
         features = requested_features(adapter.features)
         self.features = set(features)
-        self.matrix = adapter.matrix if "subgroup-matrix" in features else 0
+        self.matrices = adapter.matrices if "subgroup-matrix" in features else ()
         self.lost = threading.Event()
         self.unchecked = may_be_unchecked(self.info["backend_type"])
         self.native = open_device(adapter, features, self.limits, self.unchecked, self.lost)
@@ -150,7 +150,7 @@ class Gpu:
             compares_fused=not barrier_is_measured(self.info),
             grid_barrier=grid_barrier_allowed(self.info, coherent),
             tint=self.info["library"] == "dawn",
-            matrix=self.matrix,
+            matrix=next(iter(self.matrices), ""),
         )
 
     @classmethod

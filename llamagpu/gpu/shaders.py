@@ -2,12 +2,12 @@
 
 A kernel is its parts, in order, followed by the kernel file (kernels/README.md). It declares every shape as
 `const NAME: type = default;`, and the host sets these constants by name, so that a pipeline is made for one shape and
-the driver sees plain numbers. Declarations of one line (const, struct, binding) may be in several files of a
+the driver sees plain numbers. Declarations of one line (const, struct, alias, binding) may be in several files of a
 composition: the first is kept.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +17,7 @@ CONST = re.compile(r"^const (\w+): (u32|f32|bool) = ([^;]+);", re.M)
 BINDING = re.compile(r"^@group\(0\) @binding\((\d+)\) var(?:<([^>]+)>)? (\w+):", re.M)
 SUBGROUP_OPERATION = re.compile(r"\bsubgroup[A-Z]\w*\(")
 ENTRY = re.compile(r"^(@compute @workgroup_size\(\w+\)\nfn main\([^)]*(?:\([^)]*\)[^)]*)*)\) \{\n", re.M)
+MATRIX_ACCESS = re.compile(r"subgroupMatrix(Load|Store)<(?:(\w+), )?(row_major|col_major)>\(&(\w+), ")
 FUSED_CALLS = re.compile(
     r"(?<!fn )\b(layer\(\)|slab_index\(\)|wait\(index)"
 )  # defined by unfused.wgsl outside of a fused kernel
@@ -40,7 +41,11 @@ def read(name: str) -> str:
 
 def compose(kernel: str, parts: tuple[str, ...], consts: Mapping[str, Const]) -> str:
     """The kernel's source: parts, then the kernel file, repeated declarations dropped, constants set."""
-    return _compose(kernel, tuple(read(name) for name in (*parts, kernel)), tuple(consts.items()))
+    texts = {name: read(name) for name in (*parts, kernel)}
+    for name in parts:
+        if name.startswith("matrix_"):
+            texts[name], texts[kernel] = split_matrices(texts[name], texts[kernel])
+    return _compose(kernel, tuple(texts.values()), tuple(consts.items()))
 
 
 @cache  # every layer asks for the same ones
@@ -65,11 +70,39 @@ def _compose(kernel: str, texts: tuple[str, ...], items: tuple[tuple[str, Const]
     return CONST.sub(lambda found: _set_const(found, consts), source)
 
 
+@cache
+def split_matrices(part: str, kernel: str) -> tuple[str, str]:
+    """The part and the kernel, which calls the part's functions: its 16 x 16 matrices are made of smaller ones."""
+    kernel, tiles = matrix_calls(kernel)
+    return for_tiles(part, tiles), kernel
+
+
+def matrix_calls(source: str, prefix: str = "") -> tuple[str, list[str]]:
+    """The kernel with calls of WGSL functions in place of those on subgroup matrices; the arrays they load and store.
+
+    An array is part of a function's name: its length is part of its type, so no function takes them all.
+    """
+
+    def call(found: "re.Match[str]") -> str:
+        action, matrix, order, tile = found.groups()
+        return f"{prefix}{'_'.join(filter(None, (action.lower(), matrix, order, tile)))}("
+
+    tiles = sorted({found[3] for found in MATRIX_ACCESS.findall(source)})
+    source = MATRIX_ACCESS.sub(call, source).replace("subgroupMatrixMultiplyAccumulate(", f"{prefix}multiply_add(")
+    return source, tiles
+
+
+def for_tiles(text: str, tiles: Sequence[str]) -> str:
+    """The paragraphs with functions for TILE once for each of the tiles."""
+    paragraphs = text.split("\n\n")
+    return "\n".join(p.replace("TILE", tile) for p in paragraphs for tile in (tiles if "_TILE" in p else [""]))
+
+
 def declared_name(line: str) -> str | None:
     """The name that a declaration of one line introduces; None for any other line."""
     if line.startswith("const "):
         return line[6 : line.index(":")]
-    if line.startswith("struct "):
+    if line.startswith(("struct ", "alias ")):
         return line.split()[1]
     found = BINDING.match(line)
     return found.group(3) if found else None

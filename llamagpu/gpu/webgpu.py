@@ -59,8 +59,8 @@ class Adapter(Protocol):
     @property
     def features(self) -> Set[str]: ...
     @property
-    def matrix(self) -> int:
-        """As Caps.matrix."""
+    def matrices(self) -> Sequence[str]:
+        """Which of caps.MATRICES it has."""
 
     def open(self, features: Sequence[str], limits: Mapping[str, int], unchecked: bool, lost: Event) -> Native:
         """`unchecked` drops bounds checks from shaders; `lost` is set when the device is."""

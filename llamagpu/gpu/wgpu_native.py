@@ -34,7 +34,7 @@ def wgpu_adapters() -> list["WgpuAdapter"]:
 
 
 class WgpuAdapter:
-    matrix = 0
+    matrices: Sequence[str] = ()
 
     def __init__(self, adapter: Any) -> None:
         self.adapter = adapter

@@ -117,7 +117,8 @@ def linear_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
 
 def matrix_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
     """Every tile of linear_matrix, whole and split over k, on one storage, and one tile on all."""
-    tiles = [route for route in routes.LINEAR if route.kernel == "linear_matrix"]
+    memory = gpu.caps.shared_bytes
+    tiles = [r for r in routes.LINEAR if r.kernel == "linear_matrix" and routes.matrix_tile_bytes(r.consts) <= memory]
     weights = [weight for weight in STORAGES if weight.k % 64 == 0]
     chosen = [(route, Q4_WEIGHT) for route in tiles] + [(tiles[0], weight) for weight in weights]
     for route, weight in chosen[: 1 if quick else None] if gpu.caps.matrices else ():
@@ -319,12 +320,12 @@ def attention_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
 
 def matrix_attention_cases(gpu: Gpu, quick: bool = False) -> Iterator[Case]:
     """attend_matrix on both sizes of heads, whole and split, also with scores that grow far."""
-    route = next(route for route in routes.ATTEND if route.kernel == "attend_matrix")
+    kernels = [route for route in routes.ATTEND if route.kernel == "attend_matrix"]
     modes = ((1, 1, False), (1, 8, True), (2, 8, False))
     cases = [(heads, *mode) for heads in HEADS[:2] for mode in modes]
     for (heads, kv_heads, head_dim), splits, sharpness, int8_out in cases[: 1 if quick else None]:
         shape = Attention(70, heads, kv_heads, head_dim, scale=head_dim**-0.5, splits=splits, half=True)
-        if fits(route, shape, gpu.caps):
+        for route in [route for route in kernels if fits(route, shape, gpu.caps)][:1]:  # the others are for less memory
             name = f"{heads} heads of {head_dim}, m 70 at 130, queries times {sharpness}, {splits} splits"
             compare = partial(attend, gpu, route, shape, 130, AttentionMode(KvType.F16, int8_out), sharpness)
             yield Case(route.kernel, name, compare, REQUANTISED_HALVES if int8_out else HALF_ATTENTION)

@@ -65,6 +65,7 @@ def other_cases(gpu: Gpu) -> Iterator[Case]:
     yield Case("sample", f"top-k 3 of 3000, {SAMPLED} tokens", partial(sample, gpu), shares)
     yield Case("log_prob", "vocab 1025, m 3", partial(log_prob, gpu))
     yield Case("fill_random", "75,000 words", partial(byte_counts, gpu), (1e-2, 0.25))
+    yield Case("fill", "16, 8 and 4 vec4s", partial(fill, gpu), COPIED)
     yield Case("copy", "4096 words", partial(copy, gpu), (0.0, 0.0))
     yield Case("peak", "f32 multiply-adds", partial(peak, gpu))
     if gpu.caps.subgroup:  # the barrier checks their size
@@ -171,6 +172,18 @@ def copy_page(gpu: Gpu) -> Answer:
     run(gpu, [gpu.dispatch("copy_page", (), {"PAGES": 5, "PAGE_VEC4S": 10}, bindings, (3, 2, 1))])
     caches[:, :, 1] = caches[:, :, 4]
     return np.array([gpu.read(cache, np.uint32, 600) for cache in (k, v)]), caches.reshape(2, 600)
+
+
+def fill(gpu: Gpu) -> Answer:
+    """All of y and z, and x but for its first two vec4s."""
+    words = [np.arange(size, dtype=np.uint32) for size in (64, 32, 16)]
+    buffers = [gpu.upload(data, "words") for data in words]
+    consts: Consts = {"X_VEC4S": 16, "Y_VEC4S": 8, "Z_VEC4S": 4, "FIRST": 2}
+    run(gpu, [gpu.dispatch("fill", (), consts, dict(zip("xyz", buffers, strict=True)), (1, 1, 1))])
+    got = [gpu.read(buffer, np.uint32, data.size) for buffer, data in zip(buffers, words, strict=True)]
+    for data in words:
+        data[8 if data.size == 64 else 0 :] = constants("late_stores")["NOT_STORED"]
+    return np.concatenate(got), np.concatenate(words)
 
 
 def check_logits(gpu: Gpu) -> Answer:
