@@ -44,7 +44,7 @@ ADAPTERS: dict[str, Caps] = {
     "subgroups of 16": replace(FULL_CAPS, subgroup=16, shader_f16=True),
     "subgroups of 64": replace(FULL_CAPS, subgroup=64, shader_f16=True),
     "fused": LARGE,
-    **{f"matrices of {matrix}": replace(LARGE, matrix=matrix) for matrix in MATRICES},
+    **{f"matrices of {matrix}": replace(LARGE, matrix=matrix, tint=True, storage_buffers=16) for matrix in MATRICES},
     "matrices, 32 KiB": replace(FULL_CAPS, shader_f16=True, matrix="8x8"),
     "CPU, subgroups of 4": CPU,
     "CPU, subgroups of 8": replace(CPU, subgroup=8, native_f16=False, shader_f16=False),
