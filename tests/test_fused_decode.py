@@ -562,9 +562,11 @@ def test_what_a_timed_out_barrier_spoilt_is_computed_again(fused_gpu, tmp_path, 
     assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
 
 
-def test_after_a_time_out_nobody_waits(fused_gpu, tmp_path):
+@pytest.mark.parametrize("tint", [False, True])
+def test_after_a_time_out_nobody_waits(fused_gpu, tmp_path, monkeypatch, tint):
     """The first workgroup that gives up poisons the count, once: the others see that at their next look."""
-    run = load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
+    monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, tint=tint))
+    run = load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE), kv_type=KvType.F16)
     break_barrier(run, 1 << 12)
     run.prefill([1])
     barrier, poison = run.model.barrier, constants("grid_barrier")["POISON"]
@@ -855,6 +857,19 @@ def test_names_of_stages_do_not_collide(fused_gpu):
     assert {"STEP_0", "STEP_1", "next_0", "next_1"} <= set(re.findall(r"\w+", text)) and len(bindings) == 5
     Recorder(fused_gpu).submit([Step(Plan([fused_gpu.fused(stages, 1, barrier, layers)]))])
     assert fused_gpu.read(y, np.uint32, 128).tolist() == [2 * i + 1 for i in range(128)]
+
+
+def test_of_ranges_that_begin_together_the_longer_is_bound(fused_gpu):
+    source = (
+        "const WORKGROUP: u32 = 8u;\n@group(0) @binding(0) var<storage, read> x: array<u32>;\n"
+        "@group(0) @binding(1) var<storage, read_write> y: array<u32>;\n"
+        "@compute @workgroup_size(WORKGROUP)\n"
+        "fn main(@builtin(local_invocation_index) index: u32) { y[index] = x[index]; }\n"
+    )
+    x, y, layers = (fused_gpu.zeros(1024, name) for name in ("x", "y", "layers"))
+    stages = [Stage(source, {"x": BufferRange(x, 256, size), "y": y}, (1, 1, 1)) for size in (256, 768, 512)]
+    _, bindings = fuse(stages, 1, fused_gpu.caps, fused_gpu.zeros(16, "barrier"), layers)
+    assert bindings["x_0"] == BufferRange(x, 256, 768)
 
 
 def test_struct_fields_have_names_of_their_own(fused_gpu):

@@ -40,7 +40,7 @@ from llamagpu.gpu.webgpu import BufferUsage, GPUError
 
 WAIT_S = 0.25  # longest wait of a workgroup: watchdogs end a kernel after about 2 s
 PROBE_SPIN_LIMIT = 1 << 14  # loads of the arrivals by a waiting workgroup
-FILL_WORKGROUPS = 1024
+FILL_WORKGROUPS = 1024  # not measured: 256 threads each fill 6 MB for 1B
 LITMUS_LAYERS = 32  # grid barriers across which the litmus test passes values
 
 
@@ -139,10 +139,16 @@ def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvT
 
     With a q8_0 cache, and with Tint, attention stores keys and values: a row could not read those of another row.
     """
-    own_row = kv_type is KvType.Q8_0 or caps.tint
-    if own_row or config.rotates_apart or config.norms_after:  # such stages ran with one row only
+    if (
+        attention_stores(kv_type, caps) or config.rotates_apart or config.norms_after
+    ):  # such stages ran with one row only
         return (1,)
     return (1, *routes.fused_widths(config.dim, attention_shape(config, 1), int8, has_half_sums(weights), caps))
+
+
+def attention_stores(kv_type: KvType, caps: Caps) -> bool:
+    """Whether attention stores the row's own key and value: to quantise them, or since it cannot wait for them."""
+    return kv_type is KvType.Q8_0 or caps.tint
 
 
 def has_half_sums(weights: Weights) -> bool:
@@ -160,7 +166,7 @@ class InterStage:
     act: BufferRange  # silu(gate) * up
     partial: BufferRange  # attention's splits
     stats: BufferRange
-    kv_rows: BufferRange  # keys and values on their way into a q8_0 cache
+    kv_rows: BufferRange  # keys and values on their way into the cache, where attention stores them
     raw: BufferRange  # queries, keys and values before `rotate`, where there is such a stage
     attended: BufferRange  # results of attention and feed forward before the norms after them, where there are such
     fed_forward: BufferRange
@@ -235,7 +241,8 @@ class FusedDecode:
         row, y, z = layer_stride(rows * self.config.dim), self.between.q.buffer, self.copies
         sizes: Consts = {"X_VEC4S": (self.config.layers + 1) * row // 16 if with_x else 0, "FIRST": row // 16}
         sizes |= {"Y_VEC4S": y.size // 16, "Z_VEC4S": z.size // 16}
-        return [self.gpu.dispatch("fill", (), sizes, {"x": self.x, "y": y, "z": z}, (FILL_WORKGROUPS, 1, 1))]
+        fill = self.gpu.dispatch("fill", (), sizes, {"x": self.x, "y": y, "z": z}, (FILL_WORKGROUPS, 1, 1))
+        return [replace(fill, op="layers")]
 
     def can_bind(self, dispatches: Sequence[Dispatch]) -> bool:
         return all(storage_bindings(d.source) <= self.gpu.caps.storage_buffers for d in dispatches)
@@ -287,7 +294,7 @@ class FusedDecode:
         }
         shape, parts = attention_shape(c, 1, kind=kind), ("split_count_dynamic",)
         buffers = AttentionBuffers(between.q, keys, values, between.partial, between.stats, kv_rows=between.kv_rows)
-        own_row = kv_type is KvType.Q8_0 or gpu.caps.tint
+        own_row = attention_stores(kv_type, gpu.caps)
         stored = KvType.Q8_0 if own_row else kv_type  # for q8_0 they are left for attention to store
         mode = AttentionMode(kv_type, own_row=own_row)
         [attention] = self.ops.attend(shape, buffers, mode, consts=splits | own, parts=parts)
@@ -422,7 +429,7 @@ class FusedDecode:
                 ready = {"INPUTS_READY": bool(found) and busy[-1] <= busy[0]}
                 ready |= {"HALF_SUMS": self.half_sums} if inputs is Inputs.INT8 else {}
             own = replace(prologue, consts=prologue.consts | ready)
-            # a bias that is not read is a norm: that is bound anyway
+            # a bias that is not read is a norm: a range of a buffer that is bound anyway
             single = replace(matrix, shards=(shard,), bias=matrix.bias or as_buffer(self.weights.layers[0].norms[0]))
             (dispatch,) = self.ops.linear(x, single, rows, output(matrix), inputs, own, (route,))
             found.append(Stage(dispatch.source, dispatch.bindings, dispatch.grid_for(rows, 0)))

@@ -26,8 +26,8 @@ from llamagpu.gpu.caps import Library
 from llamagpu.gpu.shaders import kernel_files
 from llamagpu.gpu.webgpu import Adapter, GPUError
 
-# Fused decode costs more with Dawn (parts/late_stores.wgsl): on an H200 (2026-11-16) one sequence of Llama 1B gets 2092
-# tokens a second of it and 2306 of wgpu. A step of 64 sequences of 8B takes 8.9 and 14.1 ms, of 32 6.0 and 8.4.
+# Fused decode costs more with Dawn (parts/late_stores.wgsl): on an H200 (2026-11-16) one sequence of Llama 1B gets 2086
+# tokens a second of it and 2300 of wgpu. A step of 64 sequences of 8B takes 8.9 and 14.1 ms, of 32 6.0 and 8.4.
 MANY_SEQUENCES = 32
 TRIAL_S = 120.0  # a first compilation on a software adapter takes seconds
 DAY_S = 86400
@@ -156,9 +156,9 @@ def trials(path: Path, again: bool = False) -> dict[str, Trial]:
 
 @cache
 def binding_digest() -> str:
-    """Of the files that are tried with the library: others must be tried again."""
+    """Of the files that decide what is tried with the library: others must be tried again."""
     package, kernels = Path(__file__).parents[1], ("linear_matrix", "matrix_16x8", "matrix_8x8")
-    files = [package / name for name in ("gpu/dawn.py", "gpu/caps.py", "verify/dawn_trial.py")]
+    files = [package / name for name in ("gpu/dawn.py", "gpu/caps.py", "engine/routes.py", "verify/dawn_trial.py")]
     files += [kernel_files()[name] for name in kernels]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
 

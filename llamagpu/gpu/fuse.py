@@ -11,7 +11,7 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer
+from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer, nbytes
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.shaders import Const, compose, read
 
@@ -22,10 +22,8 @@ ENTRY_POINT = re.compile(r"^@compute @workgroup_size\(WORKGROUP\)\nfn main\((.*?
 STRUCT = re.compile(r"^struct (\w+) \{(.*)\}", re.M)
 ALIAS = re.compile(r"^alias (\w+) = ([^;]+);", re.M)
 COMMENT = re.compile(r" *//.*")
-OWN_STORES = (
-    "k_cache",
-    "v_cache",
-)  # with Caps.tint, what a workgroup stores there no other one reads in the same kernel
+# With Caps.tint no workgroup reads what another one has stored there.
+OWN_STORES = ("k_cache", "v_cache")
 BUILTINS = {"workgroup_id": "workgroup", "num_workgroups": "grid", "local_invocation_index": "index"}
 
 
@@ -101,6 +99,8 @@ def fuse(
                 attribute = "@coherent\n" if safe and caps.coherent and written else ""
                 declaration += f"{attribute}@group(0) @binding({len(bindings)}) var<{mode}> {name}: {wgsl_type};"
                 bindings[renamed[name]] = bound
+            elif nbytes(bound) > nbytes(bindings[renamed[name]]):  # of ranges with the same first byte the longer one
+                bindings[renamed[name]] = bound
             text = re.sub(rf"^@group\(0\) @binding\(\d+\) var<[^>]+> {name}:.*$", declaration, text, flags=re.M)
         for name, wgsl_type, _ in SHARED_ARRAY.findall(text):
             shared.setdefault((name, wgsl_type), []).append(f"SIZE_{name}_{number}")
@@ -168,7 +168,7 @@ class Element:
 
 
 def element_types(stages: Sequence[Stage], places: Places, copied: bool) -> dict[tuple[int, int], Element]:
-    """The element of each binding that a stage writes or that buffers share. With `copied` all writes are copied.
+    """The element of each binding that a stage writes or that ranges share. With `copied` all writes are copied.
 
     WGSL lets no two variables overlap if one is written, so there is one: the largest vector that a stage uses.
     """
@@ -187,14 +187,15 @@ def element_types(stages: Sequence[Stage], places: Places, copied: bool) -> dict
                 types.setdefault(this, set()).add(vector_of(element_type(stage.source, wgsl_type)))
                 words_at.setdefault(this, set()).add(first_word)
                 sizes[this] = max(sizes.get(this, 0), as_buffer(bound).size)
-    several = {this for this, firsts in words_at.items() if len(firsts) > 1}
-
-    found, copied_words = {}, 0
-    for this in sorted(written | several):
+    found: dict[tuple[int, int], Element] = {}
+    copied_words = 0
+    for this, used in types.items():
+        if this not in written and len(words_at[this]) == 1:
+            continue
         copied_at = None
         if copied and this in written - own:
             copied_at, copied_words = copied_words, copied_words + sizes[this] // 4
-        found[this] = Element(max(sorted(types[this]), key=words), this in written, copied_at)
+        found[this] = Element(max(sorted(used), key=words), this in written, copied_at)
     return found
 
 
@@ -343,7 +344,7 @@ def largest(sizes: list[str]) -> str:
 
 
 def identity(binding: Bindable) -> tuple[int, int]:
-    """Equal for two bindings of the same bytes."""
+    """Equal for two bindings that begin at the same byte."""
     if isinstance(binding, BufferRange):
         return id(binding.buffer), binding.offset
     return id(binding), 0

@@ -88,15 +88,17 @@ def report(key: str, trial: Trial) -> None:
 
 
 def try_adapter(adapter: DawnAdapter) -> Trial:
+    right = False
     try:
         with closing(Gpu(adapter)) as gpu:
-            wrong = [name for name, right in products(gpu) if not right]
+            wrong = [name for name, exact in products(gpu) if not exact]
             if wrong:
                 return Trial(False, why=f"it computes a wrong {wrong[0]}")
+            right = True
             why = why_not_faster(gpu)
             return Trial(True, faster=not why, why=why)
     except Exception as error:  # a refused shader, an adapter without memory, ...
-        return Trial(False, why=f"{type(error).__name__}: {' '.join(str(error).split())}")
+        return Trial(right, why=f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def products(gpu: Gpu) -> Iterator[tuple[str, bool]]:
@@ -124,14 +126,14 @@ def product_is_exact(gpu: Gpu, source: str, inputs: type[np.floating]) -> bool:
 def why_not_faster(gpu: Gpu) -> str:
     """Why Dawn is not faster than wgpu on this adapter: its only gain is matrix units, in prefill. Empty if it is."""
     chosen = routes.select(routes.LINEAR, WEIGHT.shape(ROWS, Inputs.INT8), gpu.caps)
-    if gpu.software or chosen.kernel != "linear_matrix":
+    if gpu.software:
+        return "a software adapter has no matrix units"
+    if chosen.kernel != "linear_matrix":
         return "it has no matrices that there are kernels for"
     matrices, int8 = linear_ms(gpu)
-    return (
-        ""
-        if matrices < int8
-        else f"a linear takes {matrices:.3f} ms on matrices of {gpu.caps.matrix}, {int8:.3f} without"
-    )
+    if matrices < int8:
+        return ""
+    return f"a linear takes {matrices:.3f} ms on matrices of {gpu.caps.matrix}, {int8:.3f} without"
 
 
 def linear_ms(gpu: Gpu) -> tuple[float, float]:
