@@ -195,11 +195,28 @@ def fitting(options: EngineOptions, settings: Settings, source: ModelSource, gpu
     least, limit = options.context or min(settings.context, LEAST_CONTEXT), memory_limit(gpu)
     if options.kv_memory or options.kv_positions or not limit or settings.capacity <= least:
         return settings
-    peak = plan_memory(source, settings, gpu).peak
-    short = -(-max(0, peak - limit) // position_bytes(source.config, settings.kv_type))
-    positions = max(least, (settings.capacity - short) // PAGE * PAGE) if peak > limit else settings.capacity
+    if plan_memory(source, settings, gpu).peak <= limit:
+        return settings
+    return with_positions(settings, positions_that_fit(source, settings, gpu, limit, least) or least)
+
+
+def with_positions(settings: Settings, positions: int) -> Settings:
+    """The settings with a KV cache of so many positions."""
     context = min(settings.context, positions)
     return replace(settings, context=context, capacity=positions, chunk=min(settings.chunk, context))
+
+
+def positions_that_fit(
+    source: ModelSource, settings: Settings, gpu: Gpu, limit: int, least: int, loading: bool = True
+) -> int:
+    """The most positions of a smaller KV cache with which the model fits into `limit` bytes; 0 if `least` do not."""
+
+    def peak(positions: int) -> int:
+        return plan_memory(source, with_positions(settings, positions), gpu, loading).peak
+
+    sizes = range(-(-least // PAGE) * PAGE, settings.capacity, PAGE)
+    count = bisect_right(sizes, limit, key=peak)
+    return sizes[count - 1] if count else 0
 
 
 def load_model(
@@ -256,16 +273,11 @@ def check_memory(
     if not limit or plan.peak <= limit:
         return plan
 
-    def total(context: int) -> int:
-        smaller = replace(settings, context=context, capacity=context, chunk=min(settings.chunk, context))
-        return plan_memory(source, smaller, gpu, loading).peak
-
-    contexts = range(MIN_USEFUL_CONTEXT, settings.capacity, PAGE)
-    count = bisect_right(contexts, limit, key=total)
-    ways = f"use -c {contexts[count - 1]} or less" if count else "use a smaller model or quantisation"
+    fits = positions_that_fit(source, settings, gpu, limit, MIN_USEFUL_CONTEXT, loading)
+    ways = f"use -c {fits} or less" if fits else "use a smaller model or quantisation"
     raise DoesNotFit(
         f"the model needs {plan.peak / 2**20:,.1f} MiB and there are {limit / 2**20:,.1f} MiB",
-        "use a smaller --kv-memory" if count and settings.capacity > settings.context + PAGE else ways,
+        "use a smaller --kv-memory" if fits and settings.capacity > settings.context + PAGE else ways,
     )
 
 
