@@ -197,9 +197,9 @@ def test_matrices_must_be_faster(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> N
         assert all(ms > 0 for ms in dawn_trial.linear_ms(gpu))
     times = [(2.0, 1.0)]
     monkeypatch.setattr(dawn_trial, "linear_ms", lambda gpu: times.pop())
-    for facts in ({"cpu": True}, {"matrix": ""}):
+    for facts, why in (({"cpu": True}, "a software adapter has no matrix units"), ({"matrix": ""}, "no matrices that")):
         caps = replace(ADAPTERS["matrices of 8x8"], **facts)
-        assert " has no matri" in dawn_trial.why_not_faster(SimpleNamespace(caps=caps, software=caps.cpu))
+        assert why in dawn_trial.why_not_faster(SimpleNamespace(caps=caps, software=caps.cpu))
     units = SimpleNamespace(caps=ADAPTERS["matrices of 8x8"], software=False)
     assert dawn_trial.why_not_faster(units) == "a linear takes 2.000 ms on matrices of 8x8, 1.000 without"
     times.append((1.0, 2.0))

@@ -1,4 +1,4 @@
-"""Kernels of benchmarks and probes: fill_random, copy, peak, barrier_litmus."""
+"""Kernels of benchmarks and probes: fill_random, copy, peak, barrier_litmus; and fill."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def test_fill(any_gpu, sizes):
     bound = dict(zip("xyz", buffers, strict=True))
     run(any_gpu, [any_gpu.dispatch("fill", (), names | {"FIRST": 2}, bound, (2, 1, 1))])
     for size, first, data in zip(sizes, (2, 0, 0), words, strict=True):
-        data[4 * first : 4 * size] = 0xFFFFFFFF
+        data[4 * first : 4 * size] = shaders.constants("late_stores")["NOT_STORED"]
     assert [any_gpu.read(each, np.uint32, 3200).tolist() for each in buffers] == [data.tolist() for data in words]
 
 

@@ -1,5 +1,6 @@
 // Part of kv_run_float, for a step of one row and an f16 KV cache: the row's own key and value come from kv_rows, and one
-// workgroup stores them. So no workgroup of a fused kernel reads what another one has written to the cache. Parts: f16.
+// workgroup stores them. So no workgroup of a fused kernel reads what another one has written to the cache.
+// Needs HEAD_DIM % (8 * LANES_PER_POSITION) == 0. Parts: f16.
 const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 64u;
 const LANES_PER_POSITION: u32 = 8u;  // lanes that share a position

@@ -40,14 +40,14 @@ from llamagpu.gpu.webgpu import BufferUsage, GPUError
 
 WAIT_S = 0.25  # longest wait of a workgroup: watchdogs end a kernel after about 2 s
 PROBE_SPIN_LIMIT = 1 << 14  # loads of the arrivals by a waiting workgroup
-FILL_WORKGROUPS = 1024  # not measured: 256 threads each fill 6 MB for 1B
+FILL_WORKGROUPS = 1024  # an estimate: they fill 6 MB for 1B
 LITMUS_LAYERS = 32  # grid barriers across which the litmus test passes values
 
 
 def can_fuse(config: ModelConfig, caps: Caps, int8: bool, kv_type: KvType) -> bool:
     """Whether the adapter and the shapes allow fused decode; the probe and the weights decide the rest.
 
-    Experts have no stage, and rows of an f32 KV cache no kernel that stores its own (`own_row`).
+    Experts have no stage, and with an f32 KV cache attention cannot store the row's own key and value.
     """
     c = config
     if c.experts or (caps.tint and kv_type is KvType.F32):
@@ -139,9 +139,8 @@ def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvT
 
     With a q8_0 cache, and with Tint, attention stores keys and values: a row could not read those of another row.
     """
-    if (
-        attention_stores(kv_type, caps) or config.rotates_apart or config.norms_after
-    ):  # such stages ran with one row only
+    one_row = attention_stores(kv_type, caps) or config.rotates_apart or config.norms_after
+    if one_row:  # stages of the latter two ran with one row only
         return (1,)
     return (1, *routes.fused_widths(config.dim, attention_shape(config, 1), int8, has_half_sums(weights), caps))
 

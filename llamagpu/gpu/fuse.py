@@ -151,11 +151,10 @@ class Places:
 
     def find(self, binding: Bindable, mode: str) -> tuple[tuple[int, int], int, Bindable]:
         """What identifies the binding that holds this one, this one's first word in it, and that binding."""
-        owner = self.shared.get(id(binding.buffer)) if isinstance(binding, BufferRange) and mode != "uniform" else None
-        if owner is None:
-            return identity(binding), 0, binding
-        assert isinstance(binding, BufferRange)
-        return identity(owner), (binding.offset - owner.offset) // 4, owner
+        if mode != "uniform" and isinstance(binding, BufferRange) and id(binding.buffer) in self.shared:
+            owner = self.shared[id(binding.buffer)]
+            return identity(owner), (binding.offset - owner.offset) // 4, owner
+        return identity(binding), 0, binding
 
 
 @dataclass(frozen=True, slots=True)
