@@ -6,8 +6,8 @@
 // have a row and make its weights, f16 relative to a score near the largest so far. Where weights would exceed 2^GROWTH, the
 // outputs leave their matrices to be rescaled: a few times at the beginning of a context.
 // One split: writes f32, or int8 blocks with INT8. Several: partial sums and (top, total) for attend_merge.
-// Needs HEAD_DIM 64 or 128, subgroups of 32, f16 matrices of 16 x 16 x 16 (matrix_* makes them of smaller ones), HEADS_PER_KV <= ROWS,
-// WORKGROUP 32, 64 or 128. Parts: f16, matrix_*, pages, int8_block_*.
+// Needs HEAD_DIM 64 or 128, subgroups of 32, f16 matrices of 16 x 16 x 16 (matrix_* makes them of smaller ones),
+// HEADS_PER_KV <= ROWS, WORKGROUP 32, 64 or 128. Parts: f16, matrix_*, pages, int8_block_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;

@@ -5,8 +5,8 @@
 // meanwhile. Small tiles have TEAMS subgroups for the same sums, which take their shares of these 64 k. Results leave through
 // workgroup memory, a strip of 16 tokens x 64 rows at a time. Where tiles do not fill a GPU, GRID_SPLIT workgroups share one,
 // and linear_sum adds up what they store.
-// Needs subgroups of 32 and f16 matrices of 16 x 16 x 16 (matrix_* makes them of smaller ones), DOWN 1, 2 or 4, TEAMS 1, 2 or 4, TILE_N % 64 == 0,
-// WORKGROUP = 32 * TEAMS * TILE_M / (16 * DOWN) * TILE_N / 64, EPILOGUE_LANES 32, TOKENS 16,
+// Needs subgroups of 32 and f16 matrices of 16 x 16 x 16 (matrix_* makes them of smaller ones), DOWN 1, 2 or 4,
+// TEAMS 1, 2 or 4, TILE_N % 64 == 0, WORKGROUP = 32 * TEAMS * TILE_M / (16 * DOWN) * TILE_N / 64, EPILOGUE_LANES 32, TOKENS 16,
 // K % 64 == 0, GROUP % 32 == 0 or GROUP == 16. A ragged m or N is clamped on load and guarded on store.
 // Parts: f16, matrix_*, half2, scales, halves_*, epilogue_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
