@@ -733,8 +733,8 @@ def test_with_tint_what_is_late_comes_from_its_copy(fused_gpu, tmp_path, monkeyp
     """All that is stored between stages, but for the queries, is missing: only the copies are stored."""
     dropped, accessors = [], fuse_module.accessors
 
-    def late(name: str, target: str, element: Any, first_word: int) -> str:
-        text = accessors(name, target, element, first_word)
+    def late(name: str, target: str, element: Any, first_word: int, repairs: bool) -> str:
+        text = accessors(name, target, element, first_word, repairs)
         if not first_word or "atomicStore" not in text:
             return text
         dropped.append(name)

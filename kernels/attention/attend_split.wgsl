@@ -6,6 +6,7 @@
 // makes the GPU reconfigure its caches between kernels, which takes 1 to 3 us on an H200.
 // One split: writes the heads as f32, or as int8 blocks with INT8. Several splits, or PARTIAL: writes partial sums and
 // (top, total) for attend_merge or prologue_merge: largest score, sum of exp(score - top).
+// late_x, repair_x: see parts/late_stores.wgsl.
 // Needs HEAD_DIM % (RUN * LANES_PER_POSITION) == 0 and SUBGROUP % LANES_PER_POSITION == 0.
 // Parts: f16, kv_run_*, pages, int8_block_*; in a fused kernel also split_count_dynamic.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
@@ -36,6 +37,8 @@ const MERGE_PARTIALS: u32 = max(SUBGROUPS_PER_HEAD / 2u, 1u);
 var<workgroup> merge_top: array<f32, HEADS_PER_KV * MERGE_PARTIALS>;
 var<workgroup> merge_total: array<f32, HEADS_PER_KV * MERGE_PARTIALS>;
 var<workgroup> merge_sum: array<vec4<f32>, HEADS_PER_KV * MERGE_PARTIALS * HEAD_DIM / 4u>;
+fn late_x(v: vec4<f32>) -> bool { return false; }
+fn repair_x(i: u32) {}
 fn store4(i: u32, v: vec4<f32>) {
   let u = bitcast<vec4<u32>>(v);
   y[4u * i] = u.x; y[4u * i + 1u] = u.y; y[4u * i + 2u] = u.z; y[4u * i + 3u] = u.w;
@@ -55,11 +58,12 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let split_length = (end - begin + workgroups.y - 1u) / workgroups.y;
   let split_end = min(begin + (workgroup.y + 1u) * split_length, end);
   let base = opaque_zero() + (layer() * KV_HEADS + workgroup.x) * step.capacity;
-  store_own(base + step.row[row_index(workgroup.z)].cell, workgroup.x, workgroup.z, lane, workgroup.y == 0u && index < LANES_PER_POSITION);
+  let own_cell = base + step.row[row_index(workgroup.z)].cell;
+  let q4 = opaque_zero() + layer() * (LINE_PADDING / 4u) + head * (HEAD_DIM / 4u);
   var q: LaneDims;
   var acc: LaneDims;
   for (var i = 0u; i < LANE_VEC4; i++) {
-    q[i] = x[opaque_zero() + layer() * (LINE_PADDING / 4u) + head * (HEAD_DIM / 4u) + vec4_of(i, lane)] * SCALE;
+    q[i] = x[q4 + vec4_of(i, lane)];
     acc[i] = vec4<f32>();
   }
   var top = -1e30;
@@ -73,10 +77,26 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     var keys: array<RawRun, POSITIONS_IN_FLIGHT * RUNS>;
     var values: array<RawRun, POSITIONS_IN_FLIGHT * RUNS>;  // loaded with the keys: one wait for memory instead of two
     for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) {
+      for (var i = 0u; i < RUNS; i++) {
+        keys[t * RUNS + i] = key_run(base + cells[t], LANES_PER_POSITION * i + lane);
+        values[t * RUNS + i] = value_run(base + cells[t], LANES_PER_POSITION * i + lane);
+      }
+    }
+    if (r == 0u) {  // what the stage before has stored may be late: keys and values do not wait for it
+      store_own(own_cell, workgroup.x, workgroup.z, lane, workgroup.y == 0u && index < LANES_PER_POSITION);
+      var late = false;
+      for (var i = 0u; i < LANE_VEC4; i++) { late = late || late_x(q[i]); }
+      if (late) {
+        for (var i = 0u; i < LANE_VEC4 + uniform_zero(); i++) { repair_x(q4 + vec4_of(i, lane)); }
+        for (var i = 0u; i < LANE_VEC4; i++) { q[i] = x[q4 + vec4_of(i, lane)]; }
+      }
+      for (var i = 0u; i < LANE_VEC4; i++) { q[i] *= SCALE; }
+    }
+    for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) {
       let newest = p + t * STRIDE >= end - 1u;  // the row's own, or past it
       for (var i = 0u; i < RUNS; i++) {
-        keys[t * RUNS + i] = key_run(base + cells[t], LANES_PER_POSITION * i + lane, i, newest);
-        values[t * RUNS + i] = value_run(base + cells[t], LANES_PER_POSITION * i + lane, i, newest);
+        keys[t * RUNS + i] = newest_key(keys[t * RUNS + i], i, newest);
+        values[t * RUNS + i] = newest_value(values[t * RUNS + i], i, newest);
       }
     }
     for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) { cells[t] = cell_of(row_slot, min(p + (POSITIONS_IN_FLIGHT + t) * STRIDE, end - 1u)); }

@@ -2,7 +2,7 @@
 // lane of attend_split holds: run LANES_PER_POSITION * i + lane of a position is the lane's run i. key_run and value_run load
 // one, dot_run multiplies it with queries, add_run adds it to the lane's sums.
 // OWN_ROW: for a step of one row. Its own key and value come from kv_rows, each workgroup quantises them for itself, and one
-// stores them: a kernel, or a grid barrier, less than with store_kv.
+// stores them: a kernel, or a grid barrier, less than with store_kv. late_kv_rows, repair_kv_rows: see parts/late_stores.wgsl.
 // Needs LANES_PER_POSITION % 4 == 0. Parts: f16, kv_q8_0, int8_block_*.
 const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 64u;  // a multiple of 32
@@ -19,18 +19,22 @@ struct RawRun { words: vec4<u32>, scales: u32 }
 @group(0) @binding(4) var<storage, read> kv_rows: array<vec4<f32>>;  // [layers or m, keys and values, KV_HEADS, HEAD_DIM], padded after each layer
 var<private> own_keys: array<RawRun, RUNS>;
 var<private> own_values: array<RawRun, RUNS>;
-fn key_run(row: u32, run: u32, i: u32, newest: bool) -> RawRun {
+fn key_run(row: u32, run: u32) -> RawRun {
   let at = scale_word(row, RUN * run);
-  let loaded = RawRun(k_cache[int8_word(row, RUN * run) / 4u], k_cache[at / 4u][at % 4u]);
-  if (!OWN_ROW) { return loaded; }
-  return RawRun(select(loaded.words, own_keys[i].words, newest), select(loaded.scales, own_keys[i].scales, newest));
+  return RawRun(k_cache[int8_word(row, RUN * run) / 4u], k_cache[at / 4u][at % 4u]);
 }
-fn value_run(row: u32, run: u32, i: u32, newest: bool) -> RawRun {
+fn value_run(row: u32, run: u32) -> RawRun {
   let at = scale_word(row, RUN * run);
-  let loaded = RawRun(v_cache[int8_word(row, RUN * run) / 4u], v_cache[at / 4u][at % 4u]);
-  if (!OWN_ROW) { return loaded; }
-  return RawRun(select(loaded.words, own_values[i].words, newest), select(loaded.scales, own_values[i].scales, newest));
+  return RawRun(v_cache[int8_word(row, RUN * run) / 4u], v_cache[at / 4u][at % 4u]);
 }
+fn select_run(stored: RawRun, own: RawRun, newest: bool) -> RawRun {
+  if (!OWN_ROW) { return stored; }
+  return RawRun(select(stored.words, own.words, newest), select(stored.scales, own.scales, newest));
+}
+fn newest_key(key: RawRun, i: u32, newest: bool) -> RawRun { return select_run(key, own_keys[i], newest); }
+fn newest_value(value: RawRun, i: u32, newest: bool) -> RawRun { return select_run(value, own_values[i], newest); }
+fn late_kv_rows(v: vec4<f32>) -> bool { return false; }
+fn repair_kv_rows(i: u32) {}
 fn dot_run(q: ptr<function, LaneDims>, i: u32, w: RawRun, lane: u32) -> f32 {
   let low = dot((*q)[4u * i], int8_to_f32(w.words.x)) + dot((*q)[4u * i + 1u], int8_to_f32(w.words.y));
   let high = dot((*q)[4u * i + 2u], int8_to_f32(w.words.z)) + dot((*q)[4u * i + 3u], int8_to_f32(w.words.w));
@@ -55,10 +59,14 @@ fn eight(sums: ptr<function, LaneDims>, i: u32, lane: u32, index: u32) -> mat2x4
   return mat2x4<f32>(select(a, c, upper), select(b, d, upper));
 }
 fn quantised(first: u32, lane: u32) -> RawRun {  // 2 lanes hold 32 dimensions, 4 a word of scales
-  let a = kv_rows[first];
-  let b = kv_rows[first + 1u];
-  let c = kv_rows[first + 2u];
-  let d = kv_rows[first + 3u];
+  var a: vec4<f32>; var b: vec4<f32>; var c: vec4<f32>; var d: vec4<f32>;
+  var repaired = false;
+  loop {
+    a = kv_rows[first]; b = kv_rows[first + 1u]; c = kv_rows[first + 2u]; d = kv_rows[first + 3u];
+    if (repaired || !(late_kv_rows(a) || late_kv_rows(b) || late_kv_rows(c) || late_kv_rows(d))) { break; }
+    repaired = true;
+    for (var k = 0u; k < 4u + uniform_zero(); k++) { repair_kv_rows(first + k); }
+  }
   var top = max(max(max_abs(a), max_abs(b)), max(max_abs(c), max_abs(d)));
   top = max(top, subgroupShuffleXor(top, 1u));
   let other = subgroupShuffleXor(top, 2u);

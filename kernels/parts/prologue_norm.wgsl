@@ -1,7 +1,7 @@
 // Role prologue: the inputs of a linear of TOKENS tokens = x * weight, or x without NORM. Every workgroup computes them
 // for itself, which saves a dispatch. output_scale(token) is the factor 1 / rms(x), applied to the results, so that no
 // invocation waits for the sum.
-// Every invocation must call run_prologue.
+// Every invocation must call run_prologue. late_x, repair_x: see parts/late_stores.wgsl.
 // Needs K % 32 == 0 and WORKGROUP % 4 == 0; for several tokens reduce_subgroup and K / 8 in whole subgroups.
 // Parts: prologue_f32 or prologue_int8, reduce_*; grid_barrier (or unfused).
 const K: u32 = 32u;
@@ -16,6 +16,8 @@ const OCTETS: u32 = TOKENS * K / 8u;
 const INPUT_ITERATIONS: u32 = (OCTETS + WORKGROUP - 1u) / WORKGROUP;  // an invocation takes eight values in each
 const INPUTS_IN_FLIGHT: u32 = select(min(INPUT_ITERATIONS, 4u), INPUT_ITERATIONS, TOKENS == 1u);
 const ONE_WEIGHT: bool = WORKGROUP % (K / 8u) == 0u;  // all octets of an invocation have the same weights
+fn late_x(v: vec4<f32>) -> bool { return false; }
+fn repair_x(i: u32) {}
 fn octet_of(index: u32, iteration: u32) -> u32 { return min(index + iteration * WORKGROUP, OCTETS - 1u); }
 fn norm_weight(octet: u32) -> mat2x4<f32> {
   let i = layer() * (K / 4u) + 2u * (octet % (K / 8u));
@@ -32,10 +34,18 @@ fn run_prologue(index: u32) {
   var sum = 0.0;
   for (var r0 = 0u; r0 < INPUT_ITERATIONS; r0 += INPUTS_IN_FLIGHT) {
     var v: array<mat2x4<f32>, INPUTS_IN_FLIGHT>;
-    for (var r = 0u; r < INPUTS_IN_FLIGHT; r++) {
-      let i = first + 2u * octet_of(index, r0 + r);
-      v[r] = mat2x4<f32>(x[i], x[i + 1u]);
-      if (NORM && !ONE_WEIGHT && r0 > 0u) { w[r] = norm_weight(octet_of(index, r0 + r)); }
+    var repaired = false;
+    loop {
+      var late = false;
+      for (var r = 0u; r < INPUTS_IN_FLIGHT; r++) {
+        let i = first + 2u * octet_of(index, r0 + r);
+        v[r] = mat2x4<f32>(x[i], x[i + 1u]);
+        if (NORM && !ONE_WEIGHT && r0 > 0u) { w[r] = norm_weight(octet_of(index, r0 + r)); }
+      }
+      for (var r = 0u; r < INPUTS_IN_FLIGHT; r++) { late = late || late_x(v[r][0]) || late_x(v[r][1]); }
+      if (repaired || !late) { break; }
+      repaired = true;
+      for (var r = 0u; r < 2u * INPUTS_IN_FLIGHT + uniform_zero(); r++) { repair_x(first + 2u * octet_of(index, r0 + r / 2u) + r % 2u); }
     }
     for (var r = 0u; r < INPUTS_IN_FLIGHT; r++) {
       let i = index + (r0 + r) * WORKGROUP;

@@ -90,7 +90,10 @@ def fuse(
                 written = element.written
                 mode, wgsl_type = "storage, read_write" if written else "storage, read", f"array<{element.wgsl_type}>"
                 if target != element.wgsl_type or first_word or element.copied_at is not None:
-                    declaration = accessors(name, target, element, first_word)
+                    repairs = f"fn repair_{name}(" in text and element.copied_at is not None
+                    if repairs:
+                        text = re.sub(rf"^fn (late|repair)_{name}\(.*$", "", text, flags=re.M)
+                    declaration = accessors(name, target, element, first_word, repairs)
                     text = call_accessors(text, name)
                     renamed |= {f"{verb}_{name}": f"{verb}_{name}_{number}" for verb in ("load_from", "store_to")}
             renamed[name] = known.setdefault((this, wgsl_type), f"{name}_{number}")
@@ -219,18 +222,20 @@ def vector_of(wgsl_type: str) -> str:
     return f"vec4<{scalar_of(wgsl_type)}>" if words(wgsl_type) > 4 else wgsl_type
 
 
-def accessors(name: str, target: str, element: Element, first_word: int) -> str:
+def accessors(name: str, target: str, element: Element, first_word: int, repairs: bool) -> str:
     """WGSL functions that load and store a `target` in an array of another element type, or further on in an array.
 
-    Two invocations may store components of one vector: naga and Tint store a component alone.
+    `repairs`: the kernel calls late_NAME and repair_NAME (parts/late_stores.wgsl). Two invocations may store components
+    of one vector: naga and Tint store a component alone.
     """
     count, size = words(target), words(element.wgsl_type)
     first = f"{first_word // size}u + " if first_word else ""
     copies = None if element.copied_at is None else element.copied_at + first_word
+    stores = ""
     if count > size:
         parts = ", ".join(f"{name}[{first}{count // size}u * i + {k}u]" for k in range(count // size))
-        return loads(name, target, f"{target}({parts})", copies)
-    if count == size:
+        load = f"{target}({parts})"
+    elif count == size:
         load = cast(f"{name}[{first}i]", element.wgsl_type, target)
         stores = f"{name}[{first}i] = {cast('v', target, element.wgsl_type)};"
     else:
@@ -239,28 +244,49 @@ def accessors(name: str, target: str, element: Element, first_word: int) -> str:
         load = f"{target}({', '.join(cast(place, scalar, scalar_of(target)) for place in at)})"
         stored = (cast(value, scalar_of(target), scalar) for value in components(target))
         stores = " ".join(f"{place} = {value};" for place, value in zip(at, stored, strict=True))
-    if copies is not None:
+    text = ""
+    if copies is None:
+        text += f"fn load_from_{name}(i: u32) -> {target} {{ return {load}; }}\n"
+    else:
+        if repairs:
+            text += f"fn load_from_{name}(i: u32) -> {target} {{ return {load}; }}\n"
+            text += f"fn late_{name}(v: {target}) -> bool {{ return {is_nan(target)}; }}\n"
+            word = f"{count}u * i + k"
+            place = f"{name}[{first}({word}) / {size}u]" + (f"[({word}) % {size}u]" if size > 1 else "")
+            late = cast(f"late_word({copies}u + {word})", "u32", scalar_of(element.wgsl_type))
+            loop = f"for (var k = 0u; k < {count}u + uniform_zero(); k++)"  # not unrolled: a reader is rarely late
+            text += f"fn repair_{name}(i: u32) {{ {loop} {{ {place} = {late}; }} }}\n"
+        else:
+            again = ", ".join(late_words(target, copies))
+            body = f"let v = {load}; if ({is_late(target)}) {{ return {target}({again}); }} return v;"
+            text += f"fn load_from_{name}(i: u32) -> {target} {{ {body} }}\n"
         bits = (cast(value, scalar_of(target), "u32") for value in components(target))
         stores += "".join(f" atomicStore(&copies[{copies}u + {count}u * i + {k}u], {v});" for k, v in enumerate(bits))
-    store = f"fn store_to_{name}(i: u32, v: {target}) {{ {stores} }}\n" if element.written else ""
-    return loads(name, target, load, copies) + store
+    if element.written and count <= size:
+        text += f"fn store_to_{name}(i: u32, v: {target}) {{ {stores} }}\n"
+    return text
 
 
-def loads(name: str, target: str, load: str, copies: int | None) -> str:
-    """The function that loads a `target`, and what is still on its way from the copies, from this word on."""
-    if copies is None:
-        return f"fn load_from_{name}(i: u32) -> {target} {{ return {load}; }}\n"
+def is_late(target: str) -> str:
+    """A condition: whether a word of `v` is NOT_STORED."""
+    count = words(target)
+    if count == 1:
+        return f"{cast('v', target, 'u32')} == NOT_STORED"
+    rows = [f"v[{k}]" for k in range(count // 4)] if count > 4 else ["v"]
+    row, bits = (f"vec{min(count, 4)}<{scalar}>" for scalar in (scalar_of(target), "u32"))
+    return " || ".join(f"any({cast(each, row, bits)} == {bits}(NOT_STORED))" for each in rows)
+
+
+def is_nan(target: str) -> str:
+    """A condition: whether a number of the vector `v` is NaN, by its bits: compilers may take numbers for finite."""
+    bits = f"vec{words(target)}<u32>"
+    return f"any(({cast('v', target, bits)} & {bits}(0x7FFFFFFFu)) > {bits}(0x7F800000u))"
+
+
+def late_words(target: str, copies: int) -> list[str]:
+    """The words of element i by their copies."""
     count, scalar = words(target), scalar_of(target)
-    if count > 4:
-        rows = (f"v[{k}]" for k in range(count // 4))
-        late = " || ".join(f"any({cast(row, 'vec4<f32>', 'vec4<u32>')} == vec4<u32>(NOT_STORED))" for row in rows)
-    elif count > 1:
-        late = f"any({cast('v', target, f'vec{count}<u32>')} == vec{count}<u32>(NOT_STORED))"
-    else:
-        late = f"{cast('v', scalar, 'u32')} == NOT_STORED"
-    again = ", ".join(cast(f"late_word({copies}u + {count}u * i + {k}u)", "u32", scalar) for k in range(count))
-    body = f"  let v = {load};\n  if ({late}) {{ return {target}({again}); }}\n  return v;\n"
-    return f"fn load_from_{name}(i: u32) -> {target} {{\n{body}}}\n"
+    return [cast(f"late_word({copies}u + {count}u * i + {k}u)", "u32", scalar) for k in range(count)]
 
 
 def components(wgsl_type: str) -> list[str]:
