@@ -33,7 +33,7 @@ from llamagpu.engine.kv_cache import head_values
 from llamagpu.engine.ops import AttentionBuffers, AttentionMode
 from llamagpu.engine.options import KvType
 from llamagpu.engine.pages import PAGE
-from llamagpu.engine.routes import Attention, Table
+from llamagpu.engine.routes import Attention, Inputs, Table
 from llamagpu.engine.step_inputs import Segment
 from llamagpu.engine.synthetic import synthetic_config
 from llamagpu.files.architectures import QkNorm
@@ -41,7 +41,6 @@ from llamagpu.files.config import LayerKind
 from llamagpu.verify.kernels import HALF_ATTENTION, INT8_ATTENTION
 from llamagpu.verify.reference import (
     F32,
-    INT8_BLOCK,
     Array,
     Bound,
     Floats,
@@ -52,6 +51,7 @@ from llamagpu.verify.reference import (
     ops_at,
     random,
     round_kv,
+    values_of_f16,
 )
 from llamagpu.verify.reference import only as always
 
@@ -184,17 +184,21 @@ def attend_data(case: Heads, rows: int) -> tuple[Array, Array, Array]:
     return q, same_first_page(round_kv(k, case.kv_type)), same_first_page(round_kv(v, case.kv_type))
 
 
-def check_attended(got: Array, want: Floats, int8_out: bool, bounds: Bound) -> None:
-    result = blocks_of_planes(got[:-4], len(want)) if int8_out else got[:-4].reshape(want.shape)
-    if int8_out and bounds == F32:
+def check_attended(got: Array, want: Floats, out: Inputs, bounds: Bound) -> None:
+    if out is Inputs.F16:
+        result = values_of_f16(got[:-4], len(want))
+    else:
+        result = blocks_of_planes(got[:-4], len(want)) if out is Inputs.INT8 else got[:-4].reshape(want.shape)
+    if out is Inputs.INT8 and bounds == F32:
         check_blocks(result, want)
     else:
-        assert_close(dequantise_blocks(result) if int8_out else result, want, *bounds)
+        assert_close(dequantise_blocks(result) if out is Inputs.INT8 else result, want, *bounds)
     assert (got[-4:] == GUARD).all()
 
 
-def result_words(case: Heads, rows: int, int8_out: bool) -> int:
-    return rows * case.heads * case.head_dim * (INT8_BLOCK.itemsize // 4 if int8_out else 32) // 32
+def result_words(case: Heads, rows: int, out: Inputs) -> int:
+    words = {Inputs.F32: 32, Inputs.INT8: 12, Inputs.F16: 16}[out]
+    return rows * case.heads * case.head_dim * words // 32
 
 
 SPLIT = (Heads(64, 2, 1, KV_F32), Heads(128, 4, 2, KV_F16, window=150), Heads(128, 4, 2, KV_Q8_0))
@@ -206,22 +210,22 @@ SPLIT_STEPS = [
 
 
 @covers("attend_merge")
-@pytest.mark.parametrize("int8_out", [False, True], ids=["f32", "int8"])
+@pytest.mark.parametrize("out", [Inputs.F32, Inputs.INT8])
 @pytest.mark.parametrize("splits", [1, 2, 16])
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)
-def test_attend_in_splits(gpu, case, splits, int8_out):
+def test_attend_in_splits(gpu, case, splits, out):
     """The context of a row is cut into splits, which are merged again; the result as f32 or as int8 blocks."""
     route = next(route for route in routes.ATTEND if route.kernel == "attend_split")
     table, d = only(gpu, route, case), case.head_dim
     q, k, v = attend_data(case, 3)
-    step, mode = Steps(gpu, CAPACITY, SLOTS), AttentionMode(case.kv_type, int8_out)
+    step, mode = Steps(gpu, CAPACITY, SLOTS), AttentionMode(case.kv_type, out)
     qs, (ks, vs) = gpu.upload(q, "q"), empty_caches(gpu, step, case)
     partial = gpu.zeros(3 * case.heads * splits * d * 4, "partial")
     stats = gpu.zeros(3 * case.heads * splits * 8, "stats")
     make = step.ops
     for segments in SPLIT_STEPS:
         m = len(per_row(segments))
-        size = result_words(case, m, int8_out)
+        size = result_words(case, m, out)
         step.write(*segments)
         write_caches(gpu, step, case, (ks, k), (vs, v), segments)
         y = gpu.upload(np.full(size + 4, GUARD, np.float32), "y")
@@ -229,10 +233,10 @@ def test_attend_in_splits(gpu, case, splits, int8_out):
         buffers = AttentionBuffers(qs, ks, vs, y if splits == 1 else partial, stats)
         plan = make.attend(shape, buffers, mode, table)
         if splits > 1:  # with 16 some have nothing to do
-            plan.append(make.attend_merge(shape, partial, stats, y, int8_out))
+            plan.append(make.attend_merge(shape, partial, stats, y, out))
         run(gpu, plan, m)
         want = attended(q, k, v, segments, case.window).reshape(m, -1)
-        check_attended(gpu.read(y, np.float32, size + 4), want, int8_out, F32)
+        check_attended(gpu.read(y, np.float32, size + 4), want, out, F32)
 
 
 def test_attend_in_splits_with_16_lanes_per_position(gpu):
@@ -333,7 +337,7 @@ def test_attend_split_stores_its_own_row(gpu, case, splits):
         buffers = AttentionBuffers(gpu.upload(q, "q"), *caches, out, stats, kv_rows=gpu.upload(own, "rows"))
         plan = step.ops.attend(shape, buffers, mode, table)
         if splits > 1:
-            plan.append(step.ops.attend_merge(shape, partial, stats, y, False))
+            plan.append(step.ops.attend_merge(shape, partial, stats, y, Inputs.F32))
         run(gpu, plan, 1)
         want = attended(q, k, v, segments, case.window)
         assert_close(gpu.read(y, np.float32, q.size).reshape(q.shape), want, *F32, f"{position}")
@@ -357,12 +361,12 @@ def check_tiles(
     case: Heads,
     table: Table[Attention],
     shape: Attention,
-    int8_out: bool,
+    out: Inputs,
     bounds: Bound,
     steps: Sequence[Sequence[Segment]],
 ) -> None:
     q, k, v = attend_data(case, MOST)
-    step, mode = Steps(gpu, CAPACITY, SLOTS), AttentionMode(case.kv_type, int8_out)
+    step, mode = Steps(gpu, CAPACITY, SLOTS), AttentionMode(case.kv_type, out)
     qs, (ks, vs) = gpu.upload(q, "q"), empty_caches(gpu, step, case)
     partial = gpu.zeros(MOST * case.heads * shape.splits * case.head_dim * 4, "partial")
     stats = gpu.zeros(MOST * case.heads * shape.splits * 8, "stats")
@@ -370,26 +374,26 @@ def check_tiles(
     make = step.ops
     for segments in steps:
         m = len(per_row(segments))
-        size = result_words(case, m, int8_out)
+        size = result_words(case, m, out)
         step.write(*segments)
         write_caches(gpu, step, case, (ks, k), (vs, v), segments)
         y = gpu.upload(np.full(size + 4, GUARD, np.float32), "y")
         buffers = AttentionBuffers(qs, ks, vs, y if shape.splits == 1 else partial, stats, int8_kv)
         plan = [with_grid(dispatch, segments) for dispatch in make.attend(shape, buffers, mode, table)]
         if shape.splits > 1:
-            plan.append(make.attend_merge(shape, partial, stats, y, int8_out))
+            plan.append(make.attend_merge(shape, partial, stats, y, out))
         run(gpu, plan, m, max(seg.position for seg in segments))
         want = attended(q, k, v, segments, case.window).reshape(m, -1)
-        check_attended(gpu.read(y, np.float32, size + 4), want, int8_out, bounds)
+        check_attended(gpu.read(y, np.float32, size + 4), want, out, bounds)
 
 
-@pytest.mark.parametrize("int8_out", [False, True], ids=["f32", "int8"])
+@pytest.mark.parametrize("out", [Inputs.F32, Inputs.INT8])
 @pytest.mark.parametrize("case", TILE, ids=lambda case: case.name)
-def test_attend_tile(gpu, case, int8_out):
+def test_attend_tile(gpu, case, out):
     route = next(route for route in routes.ATTEND if route.kernel == "attend_tile")
     table = only(gpu, route, replace(case, m=MOST))
-    check_tiles(gpu, case, table, replace(case.shape(MOST), segments=SLOTS), int8_out, F32, TILE_STEPS)
-    check_tiles(gpu, case, table, case.shape(MOST), int8_out, F32, TILE_STEPS[2:3])
+    check_tiles(gpu, case, table, replace(case.shape(MOST), segments=SLOTS), out, F32, TILE_STEPS)
+    check_tiles(gpu, case, table, case.shape(MOST), out, F32, TILE_STEPS[2:3])
 
 
 ON_MATRICES = [route for route in routes.ATTEND if route.kernel == "attend_matrix"]  # the larger first
@@ -397,19 +401,21 @@ LARGE, SMALL = (route for route in routes.ATTEND if route.kernel == "attend_int8
 # llvmpipe takes seconds to compile the kernel: few cases, each with something of its own. Large tiles are for heads of
 # 128, for which it has no memory.
 INT8 = [
-    pytest.param("full", LARGE, Heads(64, 12, 2, KV_F16), 3, False, id="splits"),  # 21 tokens to a tile; empty splits
-    pytest.param("full", SMALL, Heads(128, 2, 1, KV_F32, window=40), 1, True, id="window"),
-    pytest.param("full", SMALL, Heads(64, 4, 2, KV_Q8_0), 1, False, id="q8_0"),
+    pytest.param(
+        "full", LARGE, Heads(64, 12, 2, KV_F16), 3, Inputs.F32, id="splits"
+    ),  # 21 tokens to a tile; empty splits
+    pytest.param("full", SMALL, Heads(128, 2, 1, KV_F32, window=40), 1, Inputs.INT8, id="window"),
+    pytest.param("full", SMALL, Heads(64, 4, 2, KV_Q8_0), 1, Inputs.F32, id="q8_0"),
 ]
 
 
 @covers("attend_int8", "quantise_kv")
-@pytest.mark.parametrize("any_gpu, route, case, splits, int8_out", INT8, indirect=["any_gpu"])
-def test_attend_int8(any_gpu, route, case, splits, int8_out):
+@pytest.mark.parametrize("any_gpu, route, case, splits, out", INT8, indirect=["any_gpu"])
+def test_attend_int8(any_gpu, route, case, splits, out):
     shape = replace(case.shape(MOST, splits), segments=SLOTS, int8=True)
     if not routes.int8_attention(shape, any_gpu.caps, route.consts["WORKGROUP"]):
         pytest.skip(f"the adapter lacks what attend_int8 needs ({route.needs})")
-    check_tiles(any_gpu, case, always(route), shape, int8_out, INT8_ATTENTION, TILE_STEPS)
+    check_tiles(any_gpu, case, always(route), shape, out, INT8_ATTENTION, TILE_STEPS)
 
 
 def test_attend_int8_with_8_lanes(gpu):
@@ -419,22 +425,21 @@ def test_attend_int8_with_8_lanes(gpu):
 
 
 MATRIX = [
-    pytest.param(Heads(64, 12, 2, KV_F16), 3, False, id="splits"),
-    pytest.param(Heads(128, 2, 1, KV_F16, window=40), 1, True, id="window", marks=pytest.mark.slow),
-    pytest.param(Heads(64, 4, 2, KV_F16), 1, False, id="whole", marks=pytest.mark.slow),
+    pytest.param(Heads(64, 12, 2, KV_F16), 3, Inputs.F32, id="splits"),
+    pytest.param(Heads(128, 2, 1, KV_F16, window=40), 1, Inputs.F16, id="window", marks=pytest.mark.slow),
+    pytest.param(Heads(64, 4, 2, KV_F16), 1, Inputs.F16, id="whole", marks=pytest.mark.slow),
 ]
 
 
 @covers("attend_matrix")
 @pytest.mark.parametrize("matrix", ["16x16", *(pytest.param(m, marks=pytest.mark.slow) for m in ("16x8", "8x8"))])
-@pytest.mark.parametrize("case, splits, int8_out", MATRIX)
-def test_attend_matrix(matrix_gpu, case, splits, int8_out):
+@pytest.mark.parametrize("case, splits, out", MATRIX)
+def test_attend_matrix(matrix_gpu, case, splits, out):
     shape, memory = replace(case.shape(MOST, splits), segments=SLOTS, half=True), matrix_gpu.caps.shared_bytes
     sizes = (routes.matrix_attention_bytes(case.head_dim, route.consts["WORKGROUP"]) for route in ON_MATRICES)
     route = next(route for route, size in zip(ON_MATRICES, sizes, strict=True) if size <= memory)
-    bound = INT8_ATTENTION if int8_out else HALF_ATTENTION
     steps = TILE_STEPS if matrix_gpu.matrices or splits == 1 else TILE_STEPS[2:4]  # a step takes seconds
-    check_tiles(matrix_gpu, case, always(route), shape, int8_out, bound, steps)
+    check_tiles(matrix_gpu, case, always(route), shape, out, HALF_ATTENTION, steps)
 
 
 LONGEST = [

@@ -36,11 +36,11 @@ from llamagpu.files.config import LayerKind
 from llamagpu.files.storage import Storage
 from llamagpu.gpu.caps import MATRICES
 from llamagpu.verify import reference as verify_reference
-from llamagpu.verify.kernels import linear_bound, matrix_case, mode_bound, swiglu_int8
+from llamagpu.verify.kernels import linear_bound, matrix_case, mode_bound, swiglu_blocks
 from llamagpu.verify.reference import (
     F32,
+    HALVES,
     INT8_BLOCK,
-    REQUANTISED_HALVES,
     ROUNDED_F16,
     Weight,
     fits,
@@ -199,7 +199,7 @@ def test_gated_units_on_matrices(matrix_gpu):
     whole = [route for route in tiles if "GRID_SPLIT" not in route.consts]
     for route in whole if matrix_gpu.matrices else whole[-1:]:
         m = route.consts["TILE_M"] + 5
-        assert_close(*swiglu_int8(matrix_gpu, route, Inputs.INT8, m), *REQUANTISED_HALVES, route.needs)
+        assert_close(*swiglu_blocks(matrix_gpu, route, Inputs.F16, m, Inputs.F16), *HALVES, route.needs)
 
 
 F32_TILES = [r for r in routes.LINEAR if r.kernel == "linear_gemm"]

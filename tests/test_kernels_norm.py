@@ -113,9 +113,8 @@ def test_norm_in_two_dispatches(gpu):
 FOLDS = ((1, 65535), (3, 65535), (40, 3))  # rows, workgroups in one dimension of a grid: the last one folds its grid
 
 
-@covers("widen_int8")
-def test_widen_int8(gpu):
-    assert_close(*others.widen(gpu), *ROUNDED_F16)
+def test_f16_blocks(gpu):
+    assert_close(*others.to_f16(gpu), *ROUNDED_F16)
 
 
 @covers("quantise_int8")

@@ -652,3 +652,18 @@ def test_kernels_notice_subgroups_of_another_size(tmp_path, caplog, backend):
     assert gpu.caps.subgroup == 0 and run.model.lanes == 0
     assert "kernels without them" in caplog.text
     check_against_reference(run, path)
+
+
+@pytest.mark.parametrize("matrix", ["16x16"])
+def test_a_prompt_on_matrix_units(matrix_gpu, tmp_path, monkeypatch):
+    """All linears of a layer read f16 blocks, whoever writes them; the output head of one row reads int8."""
+    monkeypatch.setattr(caps.Caps, "matrices", True)  # emulated ones need no subgroups of 32
+    path = tiny_llama(
+        tmp_path / "m.gguf", dim=128, heads=2, kv_heads=1, head_dim=64, ffn=192, layers=2, ggml_type="Q4_0"
+    )
+    run = load_one(matrix_gpu, path, context=128, chunk=128, precision=Precision.FAST, kv_type=KvType.F16)
+    ids = token_ids(70)
+    want = reference_of(run, path).forward(ids)[-1]
+    assert_close(run.logits_after(ids), want, *INT8)
+    linears = [d for d in run.model.plan(128).dispatches if isinstance(d.shape, routes.Linear) and d.layer is not None]
+    assert {d.kernel for d in linears} == {"linear_matrix"}

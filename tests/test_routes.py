@@ -123,14 +123,16 @@ def test_int8_tiles_fill_a_large_gpu(n, k):
 )
 def test_matrix_units(m, n, k, storage, kernel):
     group = 16 if storage is Q6 else k if storage.two_bytes else 32
-    shape = Linear(m, n, k, group, storage, Inputs.INT8)
+    given = Linear(m, n, k, group, storage)
     for matrix, memory in product(MATRICES, (49152, 32768)):
         units = replace(GPU, matrix=matrix, shared_bytes=memory)
+        shape = replace(given, inputs=routes.block_inputs([given], units))
+        assert (shape.inputs is Inputs.F16) == (kernel == "linear_matrix")
         route = select(routes.LINEAR, shape, units)
         assert route.kernel == kernel
         assert kernel != "linear_matrix" or routes.matrix_tile_bytes(route.consts) <= memory
         for lacking in (replace(units, matrix=""), replace(units, subgroup=64)):
-            assert linear_kernel(shape, lacking) != "linear_matrix"
+            assert routes.block_inputs([given], lacking) is Inputs.INT8
 
 
 def test_results_in_int8_blocks_are_not_split():

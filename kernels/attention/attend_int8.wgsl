@@ -10,8 +10,8 @@
 // Sums of products begin at the bits of 2^23 or 1.5 * 2^23 and are floats without a conversion. All registers have names or
 // are in structs: the driver does not unroll loops of this size. One operand of a dot product has its words in the order
 // yxwz: with both operands in the same register bank of an H200 it waits.
-// One split: writes f32, or int8 blocks with INT8. Several: partial sums and (top, total) for attend_merge.
-// Needs HEAD_DIM 64 or 128, subgroups of 8 lanes, HEADS_PER_KV <= ROWS. Parts: pages, int8_block_*.
+// One split: writes f32, or blocks with TO_BLOCKS. Several: partial sums and (top, total) for attend_merge.
+// Needs HEAD_DIM 64 or 128, subgroups of 8 lanes, HEADS_PER_KV <= ROWS. Parts: pages, blocks_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -19,8 +19,8 @@ const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 64u;
 const WINDOW: u32 = 0u;  // a token sees the last WINDOW positions, its own included; 0: all
 const SCALE: f32 = 1.0;
-const INT8: bool = false;
-const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // int8 blocks of a token
+const TO_BLOCKS: bool = false;
+const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // blocks of a token
 const ONE_SEGMENT: bool = false;  // all rows belong to one segment: then nothing is looked up by row
 const SPLITS: u32 = 1u;
 const WORKGROUP: u32 = 128u;
@@ -38,7 +38,7 @@ const WEIGHT_PLANE: u32 = ROWS + 4u;
 const LOADS: u32 = 4u * HEAD_DIM / WORKGROUP;  // vec4s of keys, or values, that an invocation stages
 const SIGNED_BASE: i32 = 0x4B400000i;  // bits of 1.5 * 2^23
 const BASE: u32 = 0x4B000000u;         // bits of 2^23
-@group(0) @binding(0) var<storage, read_write> y: array<u32>;            // [m, HEADS, HEAD_DIM] f32 or int8 blocks; or partial sums
+@group(0) @binding(0) var<storage, read_write> y: array<u32>;            // [m, HEADS, HEAD_DIM] f32 or blocks; or partial sums
 @group(0) @binding(1) var<storage, read> kv: array<vec4<u32>>;           // [KV_HEADS, pages] records of quantise_kv
 @group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;  // [m, HEADS, SPLITS] (top, total)
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;            // q [m, HEADS, HEAD_DIM]
@@ -156,11 +156,9 @@ fn store_run(sum: Eight, factor: f32, first4: u32, split: u32, live: bool, run: 
   let at = 2u * (index % 8u + 8u * run);
   let a = sum.a * bitcast<vec4<f32>>(kv[roots + HEAD_VEC4 + at]) * factor;
   let b = sum.b * bitcast<vec4<f32>>(kv[roots + HEAD_VEC4 + at + 1u]) * factor;
-  if (SPLITS == 1u && INT8) {  // 4 neighbouring invocations hold 32 dimensions
-    let block = quantise_block(a, b, index);
+  if (SPLITS == 1u && TO_BLOCKS) {  // 4 neighbouring invocations hold 32 dimensions
     let number = (first4 + at) / 8u;
-    let out = block_word(number / BLOCKS, number % BLOCKS, BLOCKS) + index % 4u;
-    if (live) { y[out] = block.even; y[out + 4u * BLOCKS] = block.odd; y[out + 8u * BLOCKS] = block.scale; }
+    store_block(block_word(number / BLOCKS, number % BLOCKS, BLOCKS), BLOCKS, a, b, index, live);
   } else if (live) {
     let out = first4 * SPLITS + split * HEAD_VEC4 + at;
     store4(out, a);

@@ -5,9 +5,9 @@
 // positions; the next loads are in flight during the products. Scores leave the matrices through workgroup memory: two lanes
 // have a row and make its weights, f16 relative to a score near the largest so far. Where weights would exceed 2^GROWTH, the
 // outputs leave their matrices to be rescaled: a few times at the beginning of a context.
-// One split: writes f32, or int8 blocks with INT8. Several: partial sums and (top, total) for attend_merge.
+// One split: writes f32, or blocks with TO_BLOCKS. Several: partial sums and (top, total) for attend_merge.
 // Needs HEAD_DIM 64 or 128, subgroups of 32, f16 matrices of 16 x 16 x 16 (matrix_* makes them of smaller ones),
-// HEADS_PER_KV <= ROWS, WORKGROUP 32, 64 or 128. Parts: f16, matrix_*, pages, int8_block_*.
+// HEADS_PER_KV <= ROWS, WORKGROUP 32, 64 or 128. Parts: f16, matrix_*, pages, blocks_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -15,8 +15,8 @@ const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 64u;
 const WINDOW: u32 = 0u;  // a token sees the last WINDOW positions, its own included; 0: all
 const SCALE: f32 = 1.0;
-const INT8: bool = false;
-const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // int8 blocks of a token
+const TO_BLOCKS: bool = false;
+const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // blocks of a token
 const ONE_SEGMENT: bool = false;  // all rows belong to one segment: then nothing is looked up by row
 const SPLITS: u32 = 1u;
 const WORKGROUP: u32 = 128u;
@@ -34,7 +34,7 @@ const GROWTH: f32 = 8.0;
 alias Left = subgroup_matrix_left<f16, 16, 16>;
 alias Right = subgroup_matrix_right<f16, 16, 16>;
 alias Result = subgroup_matrix_result<f32, 16, 16>;
-@group(0) @binding(0) var<storage, read_write> y: array<u32>;            // [m, HEADS, HEAD_DIM] f32 or int8 blocks; or partial sums
+@group(0) @binding(0) var<storage, read_write> y: array<u32>;            // [m, HEADS, HEAD_DIM] f32 or blocks; or partial sums
 @group(0) @binding(1) var<storage, read> k_cache: array<vec4<u32>>;      // [KV_HEADS, capacity, HEAD_DIM] f16
 @group(0) @binding(2) var<storage, read> v_cache: array<vec4<u32>>;
 @group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;  // [m, HEADS, SPLITS] (top, total)
@@ -97,10 +97,8 @@ fn store_half(half: u32, kv_head: u32, token0: u32, segment: vec4<u32>, split: u
     let a = score4(at) * factor;
     let b = score4(at + 1u) * factor;
     let to = p.first4 + 16u * half + n % 8u * 2u;
-    if (SPLITS == 1u && INT8) {  // 4 neighbouring invocations hold 32 dimensions
-      let block = quantise_block(a, b, lane);
-      let out = block_word(to / 8u / BLOCKS, to / 8u % BLOCKS, BLOCKS) + lane % 4u;
-      if (p.live) { y[out] = block.even; y[out + 4u * BLOCKS] = block.odd; y[out + 8u * BLOCKS] = block.scale; }
+    if (SPLITS == 1u && TO_BLOCKS) {  // 4 neighbouring invocations hold 32 dimensions
+      store_block(block_word(to / 8u / BLOCKS, to / 8u % BLOCKS, BLOCKS), BLOCKS, a, b, lane, p.live);
     } else if (p.live) {
       let out = p.first4 * SPLITS + split * (HEAD_DIM / 4u) + 16u * half + n % 8u * 2u;
       store4(out, a);

@@ -1,12 +1,12 @@
 // y[m, HEADS, HEAD_DIM] = the merged splits of attend_split: sum of partial sums / sum of totals, each rescaled to the
-// common top. Writes f32, or int8 blocks with INT8.
+// common top. Writes f32, or blocks with TO_BLOCKS.
 // One workgroup per 32 dimensions; an invocation takes 4 dimensions of several splits.
-// Needs HEAD_DIM % 32 == 0. Parts: int8_block_*, sinks*.
+// Needs HEAD_DIM % 32 == 0. Parts: blocks_*, sinks*.
 const HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 64u;
 const SPLITS: u32 = 2u;
-const INT8: bool = false;
-const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // int8 blocks of a token
+const TO_BLOCKS: bool = false;
+const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // blocks of a token
 const WORKGROUP: u32 = 64u;
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;
 @group(0) @binding(3) var<storage, read> stats: array<vec2<f32>>;  // [m * HEADS, SPLITS] (top, total), see attend_split
@@ -36,7 +36,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     sums[index] = sum / total;
   }
   workgroupBarrier();
-  if (!INT8) {
+  if (!TO_BLOCKS) {
     if (index < 8u) {
       let u = bitcast<vec4<u32>>(sums[index]);
       let i = 4u * (workgroup.x * 8u + index);
@@ -45,7 +45,5 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     return;
   }
   let i = min(index, 3u);
-  let block = quantise_block(sums[2u * i], sums[2u * i + 1u], index);
-  let at = block_word(workgroup.x / BLOCKS, workgroup.x % BLOCKS, BLOCKS) + index % 4u;
-  if (index < 4u) { y[at] = block.even; y[at + 4u * BLOCKS] = block.odd; y[at + 8u * BLOCKS] = block.scale; }
+  store_block(block_word(workgroup.x / BLOCKS, workgroup.x % BLOCKS, BLOCKS), BLOCKS, sums[2u * i], sums[2u * i + 1u], index, index < 4u);
 }

@@ -4,11 +4,11 @@
 // LANES_PER_POSITION lanes share a position and read its key and value along head_dim, 16 bytes each (runs). They have their
 // own online softmax, so that the loop has no barrier. The end merges all of them through little workgroup memory: more
 // makes the GPU reconfigure its caches between kernels, which takes 1 to 3 us on an H200.
-// One split: writes the heads as f32, or as int8 blocks with INT8. Several splits, or PARTIAL: writes partial sums and
+// One split: writes the heads as f32, or as blocks with TO_BLOCKS. Several splits, or PARTIAL: writes partial sums and
 // (top, total) for attend_merge or prologue_merge: largest score, sum of exp(score - top).
 // late_x, repair_x: see parts/late_stores.wgsl.
 // Needs HEAD_DIM % (RUN * LANES_PER_POSITION) == 0 and SUBGROUP % LANES_PER_POSITION == 0.
-// Parts: f16, kv_run_*, pages, int8_block_*; in a fused kernel also split_count_dynamic.
+// Parts: f16, kv_run_*, pages, blocks_*; in a fused kernel also split_count_dynamic.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -21,15 +21,15 @@ const SUBGROUP: u32 = 32u;
 const LANES_PER_POSITION: u32 = 8u;  // lanes that share a position
 const POSITIONS_IN_FLIGHT: u32 = 4u;  // positions of a lane whose keys and values are loaded together
 const SUBGROUPS_PER_HEAD: u32 = 2u;  // subgroups per query head, a power of two
-const INT8: bool = false;
+const TO_BLOCKS: bool = false;
 const TOKENS: u32 = 1u;  // rows of a layer in a fused kernel
 const PARTIAL: bool = false;  // write partial sums for a single split, too
-const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // int8 blocks of a token
+const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // blocks of a token
 const HEADS_PER_KV: u32 = HEADS / KV_HEADS;
 const WORKGROUP: u32 = HEADS_PER_KV * SUBGROUPS_PER_HEAD * SUBGROUP;  // or more: the other invocations idle
 const LANE_VEC4: u32 = HEAD_DIM / 4u / LANES_PER_POSITION;  // vec4s of a lane
 const STRIDE: u32 = SUBGROUPS_PER_HEAD * SUBGROUP / LANES_PER_POSITION;  // from a position of a lane to its next
-@group(0) @binding(0) var<storage, read_write> y: array<u32>;            // [m, HEADS, HEAD_DIM] f32 or int8 blocks; or partial sums, padded after each layer
+@group(0) @binding(0) var<storage, read_write> y: array<u32>;            // [m, HEADS, HEAD_DIM] f32 or blocks; or partial sums, padded after each layer
 @group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;  // [layers or m, HEADS, splits] (top, total), padded
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;            // q [layers or m, HEADS, HEAD_DIM], padded
 @group(0) @binding(8) var<uniform> step: Step;
@@ -165,10 +165,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   for (var i = 0u; i < LANE_VEC4 / 2u; i++) {
     let out4 = head * (HEAD_DIM / 4u) + 2u * (LANES_PER_POSITION * i + lane);
     let result = eight(&acc, i, lane, index);
-    if (INT8) {  // 4 lanes hold 32 dimensions
-      let block = quantise_block(result[0] / total, result[1] / total, index);
-      let at = block_word(workgroup.z, out4 / 8u % BLOCKS, BLOCKS) + index % 4u;
-      if (stores) { y[at] = block.even; y[at + 4u * BLOCKS] = block.odd; y[at + 8u * BLOCKS] = block.scale; }
+    if (TO_BLOCKS) {  // 4 lanes hold 32 dimensions
+      store_block(block_word(workgroup.z, out4 / 8u % BLOCKS, BLOCKS), BLOCKS, result[0] / total, result[1] / total, index, stores);
     } else if (stores) {
       store4(out4, result[0] / total);
       store4(out4 + 1u, result[1] / total);

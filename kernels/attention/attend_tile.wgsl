@@ -4,10 +4,10 @@
 // rows, HEAD_DIM / OWNERS dimensions each, in registers. Keys and values pass through workgroup memory in kv tiles of
 // KV_TILE positions. Scores are summed over the owners so that each owner ends up with some scores of one row; it takes
 // their exponentials and broadcasts them to the other owners.
-// All arithmetic is f32; attend_int8 is faster where int8 will do. The causal bound is per tile. Writes f32, or int8 blocks
-// with INT8.
+// All arithmetic is f32; attend_int8 is faster where int8 will do. The causal bound is per tile. Writes f32, or blocks
+// with TO_BLOCKS.
 // Needs OWNERS 4 or 8, HEAD_DIM % (8 * OWNERS) == 0, KV_TILE % 8 == 0, PAGE % KV_TILE == 0,
-// HEADS_PER_KV <= 2 * WORKGROUP / OWNERS. Parts: f16, kv8_*, pages, int8_block_*, sinks*.
+// HEADS_PER_KV <= 2 * WORKGROUP / OWNERS. Parts: f16, kv8_*, pages, blocks_*, sinks*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -16,9 +16,9 @@ const HEAD_DIM: u32 = 64u;
 const WINDOW: u32 = 0u;  // a token sees the last WINDOW positions, its own included; 0: all
 const SCALE: f32 = 1.0;
 const SOFT_CAP: f32 = 0.0;  // scores s become SOFT_CAP tanh(s / SOFT_CAP); 0: they do not
-const INT8: bool = false;
+const TO_BLOCKS: bool = false;
 const ONE_SEGMENT: bool = false;  // all rows belong to one segment: then nothing is looked up by row (4 % on an H200 with SmolLM2)
-const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // int8 blocks of a token
+const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // blocks of a token
 const WORKGROUP: u32 = 128u;
 const OWNERS: u32 = 4u;
 const KV_TILE: u32 = 16u;
@@ -31,7 +31,7 @@ const OWN_VEC4: u32 = 2u * HEAD_VEC8 / OWNERS;  // vec4s of dimensions that an i
 const LOADS: u32 = (KV_TILE * HEAD_VEC8 + WORKGROUP - 1u) / WORKGROUP;  // runs of 8 dimensions that an invocation stages
 alias Part = array<vec4<f32>, OWN_VEC4>;  // an owner's part of a row
 struct QueryRow { head: u32, first4: u32, begin: u32, end: u32, live: bool }  // first vec4 in x and y; the positions that it sees; whether it exists
-@group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [m, HEADS, HEAD_DIM] f32 or int8 blocks
+@group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [m, HEADS, HEAD_DIM] f32 or blocks
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;  // q [m, HEADS, HEAD_DIM]
 @group(0) @binding(8) var<uniform> step: Step;
 var<workgroup> keys: array<vec4<f32>, KV_TILE * HEAD_VEC4>;
@@ -67,10 +67,8 @@ fn store_row(row: QueryRow, out: ptr<function, Part>, total: f32, own: u32, inde
     let a = select((*out)[i], (*out)[i + 1u], other) / total;
     let b = select((*out)[i + 1u], (*out)[i], other) / total;
     let out4 = row.first4 + vec4_of(i, own) / 2u * 2u;
-    if (INT8) {  // 4 neighbouring invocations hold 32 dimensions
-      let block = quantise_block(a, b, index);
-      let at = block_word(out4 / 8u / BLOCKS, out4 / 8u % BLOCKS, BLOCKS) + index % 4u;
-      if (row.live) { y[at] = block.even; y[at + 4u * BLOCKS] = block.odd; y[at + 8u * BLOCKS] = block.scale; }
+    if (TO_BLOCKS) {  // 4 neighbouring invocations hold 32 dimensions
+      store_block(block_word(out4 / 8u / BLOCKS, out4 / 8u % BLOCKS, BLOCKS), BLOCKS, a, b, index, row.live);
     } else if (row.live) {
       let u = bitcast<vec4<u32>>(a);
       let v = bitcast<vec4<u32>>(b);

@@ -29,7 +29,7 @@ const STRIP_PITCH: u32 = 17u;                           // vec4s of a token's 64
 const STRIP: u32 = 16u * STRIP_PITCH;
 const X_LOADS: u32 = (8u * TILE_M + WORKGROUP - 1u) / WORKGROUP;  // vec4s that an invocation loads in an iteration
 const W_LOADS: u32 = (2u * TILE_N + WORKGROUP - 1u) / WORKGROUP;  // blocks of 32 k
-const X_UNIT: f32 = 16.0;                               // widen_int8 divides inputs by it, weights are multiplied by W_UNIT:
+const X_UNIT: f32 = 16.0;                               // blocks_f16 divides inputs by it, weights are multiplied by W_UNIT:
 const W_UNIT: f32 = 16.0;                               // both stay in the range of f16
 alias Left = subgroup_matrix_left<f16, 16, 16>;
 alias Right = subgroup_matrix_right<f16, 16, 16>;
@@ -43,7 +43,7 @@ struct Sources {  // where an invocation's loads begin
   x: array<u32, X_LOADS>,
   w_row: array<u32, W_LOADS>,
 }
-@group(0) @binding(5) var<storage, read> x: array<vec4<u32>>;  // f16 blocks [m][K/32][4], see widen_int8
+@group(0) @binding(5) var<storage, read> x: array<vec4<u32>>;  // f16 blocks [m][K/32][4], see blocks_f16
 @group(0) @binding(8) var<uniform> step: Step;
 var<workgroup> x_tile: array<vec4<u32>, TILE_M * PITCH>;  // f16 [token][64 k]
 var<workgroup> w_tile: array<vec4<u32>, max(TILE_N * PITCH, WORKGROUP / 32u * STRIP)>;  // [row][64 k]; at the end a strip of each subgroup

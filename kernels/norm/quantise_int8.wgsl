@@ -1,6 +1,6 @@
-// y[m, ROWS, WIDTH / 32] = x as int8 blocks (see int8_block_subgroup), for producers that cannot write int8 blocks
+// y[m, ROWS, WIDTH / 32] = x as blocks (see blocks_*), for producers that cannot write blocks
 // themselves.
-// Eight values per invocation, grid folded over x and y. Needs WIDTH % 32 == 0. Parts: int8_block_*.
+// Eight values per invocation, grid folded over x and y. Needs WIDTH % 32 == 0. Parts: blocks_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const WIDTH: u32 = 32u;  // values per row
@@ -15,7 +15,5 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
         @builtin(local_invocation_index) index: u32) {
   let run = (workgroup.x + workgroup.y * workgroups.x) * WORKGROUP + index;
   let i = min(run, step.rows * ROWS * (WIDTH / 8u) - 1u);
-  let block = quantise_block(x[2u * i], x[2u * i + 1u], index);
-  let at = block_word(i / (WIDTH / 8u), i % (WIDTH / 8u) / 4u, BLOCKS) + index % 4u;
-  if (run == i) { y[at] = block.even; y[at + 4u * BLOCKS] = block.odd; y[at + 8u * BLOCKS] = block.scale; }
+  store_block(block_word(i / (WIDTH / 8u), i % (WIDTH / 8u) / 4u, BLOCKS), BLOCKS, x[2u * i], x[2u * i + 1u], index, run == i);
 }

@@ -1,6 +1,6 @@
-// y[m, WIDTH / 32] = x / rms(x) * weight, row by row, as int8 blocks (see int8_block_subgroup).
+// y[m, WIDTH / 32] = x / rms(x) * weight, row by row, as blocks (see blocks_*).
 // One workgroup per row. With LAST_ROWS row i of y is the last row of segment i. Needs WIDTH % 32 == 0. Parts:
-// int8_block_*, reduce_*, residual or residual_split.
+// blocks_*, reduce_*, residual or residual_split.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const WIDTH: u32 = 32u;
@@ -28,8 +28,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let scale = inverseSqrt(sum_workgroup(squares, index) / f32(WIDTH) + EPS);
   for (var r = 0u; r < ITERATIONS; r++) {
     let i = index + r * WORKGROUP;
-    let block = quantise_block(v[r][0] * scale * weight[r][0], v[r][1] * scale * weight[r][1], index);
-    let at = block_word(workgroup.x, i / 4u, BLOCKS) + index % 4u;
-    if (i < WIDTH / 8u) { y[at] = block.even; y[at + 4u * BLOCKS] = block.odd; y[at + 8u * BLOCKS] = block.scale; }
+    let first = block_word(workgroup.x, i / 4u, BLOCKS);
+    store_block(first, BLOCKS, v[r][0] * scale * weight[r][0], v[r][1] * scale * weight[r][1], index, i < WIDTH / 8u);
   }
 }

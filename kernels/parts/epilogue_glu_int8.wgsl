@@ -1,20 +1,20 @@
-// Role epilogue: y[token, WIDTH / 64] = glu(gate, up) as int8 blocks (see int8_block_subgroup). The rows of gate and
+// Role epilogue: y[token, WIDTH / 64] = glu(gate, up) as blocks (see blocks_*). The rows of gate and
 // up are interleaved: v = (gate, up) (+ bias). The workgroup epilogue quantises one block of 32 values of each of
 // TOKENS tokens.
-// Needs a workgroup that covers 64 consecutive rows, and N % 64 == 0. Parts: activation_*, int8_block_*, hidden
+// Needs a workgroup that covers 64 consecutive rows, and N % 64 == 0. Parts: activation_*, blocks_*, hidden
 // (linear_gemm_int8 and linear_matrix have it themselves).
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const N: u32 = 64u;      // rows of this shard
 const ROW0: u32 = 0u;    // the shard's first row in the matrix
 const WIDTH: u32 = 64u;  // rows of the matrix
-const HIDDEN_BLOCKS: u32 = WIDTH / 64u;  // int8 blocks of a token
+const HIDDEN_BLOCKS: u32 = WIDTH / 64u;  // blocks of a token
 const TOKENS: u32 = 1u;
 const BIAS: bool = false;
 const PERSISTENT: bool = false;  // the workgroup goes on with other rows
 const WORKGROUP: u32 = 64u;
 const EPILOGUE_LANES: u32 = WORKGROUP;  // invocations that share a workgroup epilogue
-@group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [layers][TOKENS or m] planes of WIDTH / 64 int8 blocks, padded after each layer
+@group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [layers][TOKENS or m] WIDTH / 64 blocks, padded after each layer
 @group(0) @binding(4) var<storage, read> bias: array<f32>;
 @group(0) @binding(8) var<uniform> step: Step;
 fn epilogue_prefetch(token: u32, row: u32) {}
@@ -27,12 +27,10 @@ fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {
   workgroupBarrier();
   for (var i0 = 0u; i0 < 4u * TOKENS; i0 += EPILOGUE_LANES) {  // a quarter of a block each; the same iterations for all invocations
     let i = min(i0 + index, 4u * TOKENS - 1u);
-    let block = quantise_block(load_hidden(8u * i), load_hidden(8u * i + 4u), index);
     let token = token0 + i / 4u;
-    let at = block_word(token, ROW0 / 64u + workgroup, HIDDEN_BLOCKS) + index % 4u + layer() * (TOKENS * 12u * HIDDEN_BLOCKS + LINE_PADDING);
-    if (i0 + index == i && workgroup < N / 64u && (TOKENS == 1u || token < step.rows)) {
-      y[at] = block.even; y[at + 4u * HIDDEN_BLOCKS] = block.odd; y[at + 8u * HIDDEN_BLOCKS] = block.scale;
-    }
+    let first = block_word(token, ROW0 / 64u + workgroup, HIDDEN_BLOCKS) + layer() * (TOKENS * 12u * HIDDEN_BLOCKS + LINE_PADDING);
+    let live = i0 + index == i && workgroup < N / 64u && (TOKENS == 1u || token < step.rows);
+    store_block(first, HIDDEN_BLOCKS, load_hidden(8u * i), load_hidden(8u * i + 4u), index, live);
   }
   if (PERSISTENT) { workgroupBarrier(); }
 }

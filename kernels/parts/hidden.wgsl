@@ -1,4 +1,4 @@
-// Role hidden: the results of a workgroup's epilogue on their way to int8 blocks, in workgroup memory.
+// Role hidden: the results of a workgroup's epilogue on their way to blocks, in workgroup memory.
 const TOKENS: u32 = 1u;
 var<workgroup> hidden: array<f32, TOKENS * 32u>;
 

@@ -4,12 +4,8 @@
 // words 8-11 are d = largest magnitude / 127 and d * sum of the first 16 values, of the last 16 and of all 32, which
 // symmetric and offset weights need. Invocation j of the four gets words j, 4 + j and 8 + j to store.
 // Every invocation must call it.
-// In global memory the even, odd and scale words of all blocks of a token are three planes, so that adjacent lanes read
-// adjacent 16 bytes: block_word(token, b, blocks) is the first word of block b in plane 0, of `blocks` blocks in each
-// plane; planes are 4 * blocks words apart.
 const WORKGROUP: u32 = 64u;
 struct Int8Block { even: u32, odd: u32, scale: u32 }
-fn block_word(token: u32, b: u32, blocks: u32) -> u32 { return 4u * (3u * token * blocks + b); }
 var<workgroup> block_tops: array<f32, WORKGROUP>;
 var<workgroup> block_sums: array<i32, WORKGROUP>;
 fn max_abs(v: vec4<f32>) -> f32 { let a = abs(v); return max(max(a.x, a.y), max(a.z, a.w)); }

@@ -164,7 +164,7 @@ def attend_time(gpu: Gpu, watch: Stopwatch, name: str, m: int, position: int, ta
     partial, stats = gpu.zeros(q.nbytes * splits, "partial"), gpu.zeros(m * s.heads * splits * 8 + 16, "stats")
     mode = AttentionMode(kv_type)
     out = y if splits == 1 else partial
-    merge = [make.attend_merge(shape, partial, stats, y, int8_out=False)] if splits > 1 else []
+    merge = [make.attend_merge(shape, partial, stats, y, Inputs.F32)] if splits > 1 else []
     units = [
         [*make.attend(shape, AttentionBuffers(qs, keys, values, out, stats), mode, table), *merge]
         for keys, values in caches

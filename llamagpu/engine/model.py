@@ -10,7 +10,6 @@ from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +43,7 @@ from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.recorder import Plan
 
 INT8_BLOCK_BYTES = 48  # of 32 activations: 32 int8, then four f32
+F16_BLOCK_BYTES = 64
 PREFILL_WIDTH = 512  # token rows of the shapes that decide whether prefill uses int8 activations
 
 
@@ -260,9 +260,9 @@ class BufferModel(Model):
         # [m, keys and values, kv_heads, head_dim] on their way into a q8_0 cache
         self.kv_rows = gpu.zeros(rows * 2 * c.kv_width * 4, "kv_rows") if self.cache.kv_type is KvType.Q8_0 else None
         self.act = gpu.zeros(f32_rows * c.hidden_width * 4, "act")  # [m, experts used, ffn] silu(gate) * up
-        blocks = int8_rows * INT8_BLOCK_BYTES
-        self.h_int8 = gpu.zeros(blocks * widest // 32, "h_int8")  # [m, dim/32] blocks: normalised, then attended
-        self.act_int8 = gpu.zeros(blocks * c.hidden_width // 32, "act_int8")  # [m, experts used, ffn/32] blocks
+        blocks = int8_rows * (F16_BLOCK_BYTES if self.int8_prefill and gpu.caps.matrices else INT8_BLOCK_BYTES)
+        self.h_blocks = gpu.zeros(blocks * widest // 32, "h_blocks")  # [m, dim/32]: normalised, then attended
+        self.act_blocks = gpu.zeros(blocks * c.hidden_width // 32, "act_blocks")  # [m, experts used, ffn/32]
         tiles = self.int8_kv or (self.half_attention and gpu.caps.matrices)
         splits = c.heads * (routes.MAX_SPLIT_ROWS if tiles else routes.MAX_SPLITS)
         self.partial = gpu.zeros(splits * c.head_dim * 4, "partial")  # [m, heads, splits, head_dim]
@@ -270,8 +270,6 @@ class BufferModel(Model):
         separate = any(len(layer.gate_up) > 1 for layer in self.weights.layers)
         if largest := max(self._split_bytes(), default=0):
             self.ops.partial_sums(largest)
-        if self.int8_prefill and gpu.caps.matrices:
-            self.ops.halves(2 * rows * max(c.dim, c.q_width, c.ffn_dim))
         # [m, experts used, ffn], for gate_and_up
         self.up = gpu.zeros(rows * c.hidden_width * 4, "up") if separate else None
         self._allocate_experts()
@@ -300,10 +298,10 @@ class BufferModel(Model):
         widths = {self.plan_width(rows) for rows in range(2, self.chunk + 1)}
         widths |= set(range(128, self.chunk + 1, 128))  # of score plans: more rows have more sums, or fewer splits
         matrices = [m for layer in self.weights.layers for m in (layer.qkv, layer.attn_output, layer.ffn_down)]
-        matrices = [matrix for matrix in matrices if matrix.experts == 1]
-        shards = {(shard.layout, shard.n): shard for matrix in matrices for shard in matrix.shards}
-        for width, shard in product(sorted(widths), shards.values()):
-            shape = shard.shape(width, self.inputs(width), epilogue=Epilogue.ADD)
+        distinct = {tuple((s.layout, s.n) for s in matrix.shards): matrix for matrix in matrices if matrix.experts == 1}
+        shards = ((width, matrix, s) for width in sorted(widths) for matrix in distinct.values() for s in matrix.shards)
+        for width, matrix, shard in shards:
+            shape = shard.shape(width, self.inputs(width, matrix), epilogue=Epilogue.ADD)
             if routes.fits_any(routes.LINEAR, shape, self.gpu.caps):
                 splits = routes.select(routes.LINEAR, shape, self.gpu.caps).consts.get("GRID_SPLIT", 1)
                 yield 0 if splits == 1 else splits * width * shard.n * 4
@@ -316,7 +314,7 @@ class BufferModel(Model):
         return self.gpu.zeros(size, "int8_kv") if fits else None
 
     def scratch(self) -> list[Bindable]:
-        own: list[Bindable | None] = [self.x, self.h, self.q, self.act, self.h_int8, self.act_int8]
+        own: list[Bindable | None] = [self.x, self.h, self.q, self.act, self.h_blocks, self.act_blocks]
         own += [self.partial, self.stats, self.up, self.raw, self.branch, self.hidden, self.int8_kv, self.kv_rows]
         fused = self.fused_decode.buffers() if self.fused_decode else []
         own += self.expert_buffers
@@ -378,8 +376,9 @@ class BufferModel(Model):
 
     def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]:
         m, head = key.segments, self.weights.output  # rows of the output head
-        norm = self.norm(self.weights.output_norm, m, last_rows=True, x=self.after_layers(key.width))
-        logits = self.ops.output_head(self.normed(m), head, self.head_buffers(m), self.inputs(m))
+        inputs = self.inputs(m, head)
+        norm = self.norm(self.weights.output_norm, m, inputs, last_rows=True, x=self.after_layers(key.width))
+        logits = self.ops.output_head(self.normed(m), head, self.head_buffers(m), inputs)
         return [*self.body(key), *tagged([norm], "output_norm", None), *tagged(logits, "output", None)]
 
     def layer_dispatches(self, rows: int) -> list[Dispatch]:
@@ -447,29 +446,31 @@ class BufferModel(Model):
         splits: Splits | None,
     ) -> list[Dispatch]:
         """The linear of the normalised residual stream: one dispatch where its kernel can normalise, else two."""
-        inputs = self.inputs(m)
+        inputs = self.inputs(m, matrix)
         if norm is None:
-            int8 = inputs is Inputs.INT8
-            quantise = [self.ops.quantise(self.x, self.h_int8, self.config.dim, m)] if int8 else []
-            linear = self.ops.linear(self.h_int8 if int8 else self.x, matrix, m, output, inputs)
+            dim = self.config.dim
+            quantise = [self.ops.quantise(self.x, self.h_blocks, dim, m, blocks=inputs)] if inputs.blocks else []
+            linear = self.ops.linear(self.h_blocks if inputs.blocks else self.x, matrix, m, output, inputs)
             return [*tagged(quantise, norm_op, i), *tagged(linear, op, i)]
         if inputs is Inputs.INT8 and m == 1 and self.norm_in_linear:
             prologue = PrologueSpec(Prologue.NORM, {"norm": norm}, {"EPS": self.config.stream_eps})
             return tagged(self.ops.linear(self.x, matrix, m, output, inputs, prologue), op, i)
         linear = self.ops.linear(self.normed(m), matrix, m, output, inputs)
-        return [*tagged([self.norm(norm, m, splits=splits)], norm_op, i), *tagged(linear, op, i)]
+        return [*tagged([self.norm(norm, m, inputs, splits=splits)], norm_op, i), *tagged(linear, op, i)]
 
     def norm(
         self,
         weight: Bindable,
         m: int,
+        inputs: Inputs,
         last_rows: bool = False,
         x: AnyBuffer | None = None,
         splits: Splits | None = None,
     ) -> Dispatch:
-        table = routes.NORM_INT8 if self.inputs(m) is Inputs.INT8 else routes.NORM
-        c = self.config
-        return self.ops.rms_norm(x or self.x, weight, self.normed(m), c.dim, c.stream_eps, m, last_rows, table, splits)
+        """`inputs`: of the linear that reads it."""
+        table = routes.NORM_INT8 if inputs.blocks else routes.NORM
+        c, h = self.config, self.normed(m)
+        return self.ops.rms_norm(x or self.x, weight, h, c.dim, c.stream_eps, m, last_rows, table, splits, inputs)
 
     def attend_linear(
         self, i: int, layer: Layer, cache: LayerCache, key: PlanKey
@@ -479,27 +480,27 @@ class BufferModel(Model):
         The linear's kernel merges the splits of a long context where that is cheap, else a separate dispatch does.
         """
         c, m, matrix = self.config, key.width, layer.attn_output
-        inputs, h = self.inputs(m), self.normed(m)
+        inputs, h = self.inputs(m, matrix), self.normed(m)
         shape = self.attention(m, key.bucket, key.segments, c.kinds[i])
-        splits, int8, sinks = shape.splits, inputs is Inputs.INT8, layer.attn_sinks
+        splits, sinks = shape.splits, layer.attn_sinks
         merges = routes.merges(shape, self.gpu.caps)
         kernel = routes.select(routes.ATTEND, shape, self.gpu.caps).kernel
-        quantises = int8 and kernel in routes.QUANTISING_ATTENTION
+        quantises = inputs.blocks and kernel in routes.QUANTISING_ATTENTION
         out = self.partial if merges else h if quantises else self.h
         buffers = AttentionBuffers(self.q, cache.keys, cache.values, out, self.stats, self.int8_kv, self.kv_rows)
         buffers = replace(buffers, sinks=sinks)
-        mode = AttentionMode(self.cache.kv_type, int8, self.stores_own_row(m))
+        mode = AttentionMode(self.cache.kv_type, inputs, self.stores_own_row(m))
         attention = tagged(self.ops.attend(shape, buffers, mode), "attention", i)
-        if splits > 1 and int8 and m == 1 and sinks is None and routes.merge_in_linear(c.q_width, splits):
+        if splits > 1 and inputs.blocks and m == 1 and sinks is None and routes.merge_in_linear(c.q_width, splits):
             consts: Consts = {"HEAD_DIM": c.head_dim, "SPLITS": splits}
             prologue = PrologueSpec(Prologue.MERGE, {"stats": self.stats}, consts, ("split_count_fixed",))
             linear, left = self.add(self.partial, matrix, m, inputs, layer.post_attention_norm, prologue)
             return [*attention, *tagged(linear, "attn_output", i)], left
         between = []
         if merges:
-            between = [self.ops.attend_merge(shape, self.partial, self.stats, h, int8, sinks)]
-        elif int8 and not quantises:
-            between = [self.ops.quantise(self.h, h, c.q_width, m)]
+            between = [self.ops.attend_merge(shape, self.partial, self.stats, h, inputs, sinks)]
+        elif inputs.blocks and not quantises:
+            between = [self.ops.quantise(self.h, h, c.q_width, m, blocks=inputs)]
         complete = layer.router is not None  # whose norm adds no splits
         linear, left = self.add(h, matrix, m, inputs, layer.post_attention_norm, last=complete)
         return [*attention, *tagged(between, "attention", i), *tagged(linear, "attn_output", i)], left
@@ -528,13 +529,14 @@ class BufferModel(Model):
         return self.ops.add_linear(x, matrix, m, self.x, inputs)
 
     def feed_forward(self, i: int, layer: Layer, m: int, splits: Splits | None) -> tuple[list[Dispatch], Splits | None]:
-        inputs, down = self.inputs(m), layer.ffn_down
-        int8 = inputs is Inputs.INT8
-        act = self.act_int8 if int8 else self.act
+        down = layer.ffn_down
+        inputs = self.inputs(m, down)
+        act = self.act_blocks if inputs.blocks else self.act
         if len(layer.gate_up) == 1:
-            gate_up = layer.gate_up[0]
-            activation = self.config.activation
-            output = ops.glu_int8(act, gate_up, activation) if int8 else ops.glu(act, gate_up, activation)
+            gate_up, activation = layer.gate_up[0], self.config.activation
+            output = ops.glu(act, gate_up, activation)
+            if inputs.blocks:
+                output = ops.glu_int8(act, gate_up, activation, blocks=inputs)
             hidden = self.norm_linear(i, "ffn_norm", layer.ffn_norm, "gate_up", gate_up, m, output, splits)
         else:
             hidden = self.gate_and_up(i, layer, m)
@@ -550,13 +552,13 @@ class BufferModel(Model):
         c, inputs, choices = self.config, self.inputs(m), self.choices
         assert choices is not None and layer.ffn_norm is not None
         int8 = inputs is Inputs.INT8
-        x, act = (self.h_int8, self.act_int8) if int8 else (self.h, self.act)
+        x, act = (self.h_blocks, self.act_blocks) if int8 else (self.h, self.act)
         norm = self.ops.rms_norm(self.x, layer.ffn_norm, self.h, c.dim, c.stream_eps, m)
         route = self.ops.linear(self.h, router, m, ops.store(self.expert_logits, router))
         route.append(self.ops.top_experts(self.expert_logits, choices, c.whole_weights, m))
         if routes.groups_experts(m):
             route.append(self.ops.group_experts(choices, m))
-        quantise = [self.ops.quantise(self.h, self.h_int8, c.dim, m)] if int8 else []
+        quantise = [self.ops.quantise(self.h, self.h_blocks, c.dim, m)] if int8 else []
         down = layer.ffn_down
         to_branches = ops.store(self.branches, down)
         return [
@@ -568,7 +570,7 @@ class BufferModel(Model):
         ]
 
     def expert_hidden(self, i: int, layer: Layer, x: Buffer, m: int) -> list[Dispatch]:
-        """activation(gate) * up of each choice, to act or act_int8."""
+        """activation(gate) * up of each choice, to act or act_blocks."""
         c, inputs, choices = self.config, self.inputs(m), self.choices
         assert choices is not None
         if len(layer.gate_up) > 1:
@@ -582,10 +584,10 @@ class BufferModel(Model):
         gate_up, int8, grouped = layer.gate_up[0], inputs is Inputs.INT8, routes.groups_experts(m)
         output = ops.glu(self.act, gate_up, c.activation)
         if int8 and not grouped:
-            output = ops.glu_int8(self.act_int8, gate_up, c.activation)
+            output = ops.glu_int8(self.act_blocks, gate_up, c.activation)
         linear = self.ops.expert_linear(x, gate_up, m, output, choices, inputs)
         if int8 and grouped:
-            linear.append(self.ops.quantise(self.act, self.act_int8, c.ffn_dim, m, c.experts_used))
+            linear.append(self.ops.quantise(self.act, self.act_blocks, c.ffn_dim, m, c.experts_used))
         return tagged(linear, "gate_up", i)
 
     def gate_and_up(self, i: int, layer: Layer, m: int) -> list[Dispatch]:
@@ -594,19 +596,24 @@ class BufferModel(Model):
         h = self.h if layer.ffn_norm else self.x
         assert self.up is not None
         return [
-            *(tagged([self.norm(layer.ffn_norm, m)], "ffn_norm", i) if layer.ffn_norm else ()),
+            *(tagged([self.norm(layer.ffn_norm, m, Inputs.F32)], "ffn_norm", i) if layer.ffn_norm else ()),
             *tagged(self.ops.linear(h, gate, m, ops.store(self.act, gate)), "ffn_gate", i),
             *tagged(self.ops.linear(h, up, m, ops.store(self.up, up)), "ffn_up", i),
             *tagged([self.ops.glu_mul(self.act, self.up, c.ffn_dim, c.activation, m)], "glu_mul", i),
         ]
 
-    # Activations of a plan: f32, or int8 blocks (precision fast)
+    # Activations of a plan: f32, or blocks (precision fast)
 
-    def inputs(self, m: int) -> Inputs:
-        return Inputs.INT8 if (self.int8_decode if m == 1 else self.int8_prefill) else Inputs.F32
+    def inputs(self, m: int, matrix: Matrix | None = None) -> Inputs:
+        """What a linear of m rows reads, that of this matrix if it is given."""
+        if not (self.int8_decode if m == 1 else self.int8_prefill):
+            return Inputs.F32
+        if matrix is None or matrix.experts > 1:
+            return Inputs.INT8
+        return routes.block_inputs((shard.shape(m) for shard in matrix.shards), self.gpu.caps)
 
     def normed(self, m: int) -> Buffer:
-        return self.h_int8 if self.inputs(m) is Inputs.INT8 else self.h
+        return self.h_blocks if self.inputs(m).blocks else self.h
 
     # Sampling and scoring
 
@@ -615,7 +622,8 @@ class BufferModel(Model):
         return self.ops.embeds_next(self.weights.token_embd)
 
     def sample_dispatches(self, kind: SampleKind, sampled: int, segments: int) -> list[Dispatch]:
-        head, inputs = self.weights.output, self.inputs(segments)
+        head = self.weights.output
+        inputs = self.inputs(segments, head)
         count = self.ops.candidate_count(head, inputs, segments)
         found = Candidates(head.n, count, self.ops.candidate_rows(head, inputs, segments))
         return self.sampler.dispatches(
@@ -632,10 +640,11 @@ class BufferModel(Model):
         return self.gpu.read(self.hidden, np.float32, rows * self.config.dim).reshape(rows, -1)
 
     def score_dispatches(self, rows: int) -> list[Dispatch]:
-        c, head, inputs, h = self.config, self.weights.output, self.inputs(rows), self.normed(rows)
+        c, head, h = self.config, self.weights.output, self.normed(rows)
+        inputs = self.inputs(rows, head)
         logits = self.score_buffer(rows * c.vocab, "all logits")  # [m, vocab]
         x = self.after_layers(rows)
-        norm = self.norm(self.weights.output_norm, rows, x=x)
+        norm = self.norm(self.weights.output_norm, rows, inputs, x=x)
         shapes = [shard.shape(rows, inputs) for shard in head.shards]
         if not all(routes.fits_any(routes.LINEAR, shape, self.gpu.caps) for shape in shapes):
             # f16, which has no kernel for int8 blocks of many rows

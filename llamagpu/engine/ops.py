@@ -41,6 +41,7 @@ class Output:
     bindings: Mapping[str, Bindable]
     consts: Consts = field(default_factory=dict)
     parts: tuple[str, ...] = ()
+    blocks: Inputs = Inputs.INT8  # the kind that it writes, if any
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class AttentionBuffers:
 @dataclass(frozen=True, slots=True)
 class AttentionMode:
     kv_type: KvType
-    int8_out: bool = False  # write int8 blocks, where the kernel can
+    out: Inputs = Inputs.F32  # blocks, where the kernel can write them
     own_row: bool = False  # attend_split, q8_0 and f16: store the key and value of the only row
 
 
@@ -144,10 +145,16 @@ def glu(y: AnyBuffer, matrix: Matrix, activation: Activation, interleaved: bool 
     return Output(Epilogue.GLU, {"y": y}, consts, activation_parts(activation))
 
 
-def glu_int8(y: AnyBuffer, matrix: Matrix, activation: Activation, persistent: bool = False) -> Output:
-    """The same as int8 blocks; `persistent`: in a workgroup that goes on with other rows."""
+def glu_int8(
+    y: AnyBuffer,
+    matrix: Matrix,
+    activation: Activation,
+    persistent: bool = False,
+    blocks: Inputs = Inputs.INT8,
+) -> Output:
+    """The same as blocks; `persistent`: in a workgroup that goes on with other rows."""
     consts = {"WIDTH": matrix.n, "PERSISTENT": persistent} | _bias(matrix)
-    return Output(Epilogue.GLU_INT8, {"y": y}, consts, activation_parts(activation))
+    return Output(Epilogue.GLU_INT8, {"y": y}, consts, activation_parts(activation), blocks)
 
 
 def rows(y: AnyBuffer, matrix: Matrix) -> Output:
@@ -226,7 +233,6 @@ class Ops:
         self.grids: dict[object, GridFunction] = {}  # layers share them
         self.scratch: list[Buffer] = []
         self._partial_sums: Buffer | None = None
-        self._halves: Buffer | None = None
 
     # From routes to kernels
 
@@ -240,13 +246,15 @@ class Ops:
         kv_type: KvType = KvType.F32,
         sinks: bool = False,
         own_row: bool = False,
+        blocks: Inputs = Inputs.INT8,
     ) -> tuple[str, ...]:
-        """The files of a route's kernel parts, in the order of composition."""
+        """The files of a route's kernel parts, in the order of composition. `blocks`: the kind that it writes."""
         caps = self.gpu.caps
         names = ["f16_native" if caps.native_f16 else "f16_bits"]
         scales = [f"pair_{storage}"] if storage.two_bytes else ["scales"]
         words = "f16" if storage.two_bytes else storage  # the part that reads them
         int8_block = "int8_block_subgroup" if caps.subgroup >= 4 else "int8_block_tree"
+        block_parts = ["blocks_f16"] if blocks is Inputs.F16 else [int8_block, "blocks_int8"]
         for role in route.parts:
             if role in (Role.WEIGHT, Role.BLOCK, Role.PLANES):
                 names += [*scales, f"{role}_{words}"]
@@ -263,9 +271,11 @@ class Ops:
             elif role is Role.EPILOGUE and epilogue:
                 names.append(epilogue)
                 if epilogue.to_int8:
-                    names += [int8_block] + ["hidden"] * (Role.DOT in route.parts)
+                    names += block_parts + ["hidden"] * (Role.DOT in route.parts)
             elif role is Role.INT8_BLOCK:
                 names.append(int8_block)
+            elif role is Role.BLOCKS:
+                names += block_parts
             elif role is Role.TEXTURE:
                 names.append(storage)
             elif role is Role.RESIDUAL:
@@ -373,10 +383,6 @@ class Ops:
                 consts["FIRST_CANDIDATE"] = candidates
                 candidates += self.workgroups(route, shape)
             bindings = shard.bindings | dict(output.bindings) | {"x": x}
-            if Role.HALVES in route.parts:
-                if not any(dispatch.kernel == routes.WIDEN.kernel for dispatch in dispatches):
-                    dispatches += self.widen(x, shape, output.bindings)
-                bindings["x"] = self.halves(m * shape.k * 2)
             # bias and norm are bound even where they are not read
             bindings |= {"bias": matrix.bias or self.step, "norm": x} | dict(prologue.bindings)
             grid, epilogue, total = self.grid(route, shape, m), output.epilogue, list[Dispatch]()
@@ -386,7 +392,7 @@ class Ops:
                 bindings, epilogue = bindings | {"y": splits.sums}, Epilogue.PARTIAL
             own = () if splits else output.parts
             parts = (
-                *self.parts(route, shard.layout.storage, inputs, prologue.prologue, epilogue),
+                *self.parts(route, shard.layout.storage, inputs, prologue.prologue, epilogue, blocks=output.blocks),
                 *own,
                 *prologue.parts,
             )
@@ -404,18 +410,6 @@ class Ops:
         if splits and len(matrix.shards) == 1 and matrix.bias is None and routes.sums_in_norm(shape):
             return dispatches[:-1], splits
         return dispatches, None
-
-    def widen(self, x: Bindable, shape: Linear, bindings: Mapping[str, Bindable]) -> list[Dispatch]:
-        """The inputs of linear_matrix as f16 blocks."""
-        bound = {"step": self.step} | dict(bindings) | {"x": x, "y": self.halves(shape.m * shape.k * 2)}
-        return [self._row_wise(routes.WIDEN, bound, shape.k, shape.m, parts=self.parts(routes.WIDEN))]
-
-    def halves(self, size: int) -> Buffer:
-        """The scratch buffer of f16 blocks, of at least `size` bytes."""
-        if self._halves is None or self._halves.size < size:
-            self._halves = self.gpu.zeros(size, "f16 blocks")
-            self.scratch.append(self._halves)
-        return self._halves
 
     def splits(self, route: Route[Linear], shape: Linear) -> Splits | None:
         """Where a linear that is split over k leaves its results."""
@@ -558,24 +552,31 @@ class Ops:
         last_rows: bool = False,
         table: Table[RowWise] = routes.NORM,
         splits: Splits | None = None,
+        blocks: Inputs = Inputs.INT8,
     ) -> Dispatch:
-        """y = x / rms(x) * weight, row by row.
+        """y = x / rms(x) * weight, row by row; routes.NORM_INT8 writes `blocks`.
 
         With `last_rows` only the last rows of the m segments, into row 0, 1, ... `splits` are added to x first.
         """
         shape = RowWise(width)
         route = routes.select(table, shape, self.gpu.caps)
         consts: Consts = {"WIDTH": width, "EPS": eps, "LAST_ROWS": last_rows} | self.tuning(route)
-        grid, parts, bindings = self.grid(route, shape, m), self.parts(route), {"x": x, "w": weight, "y": y}
+        grid, parts = self.grid(route, shape, m), self.parts(route, blocks=blocks)
+        bindings = {"x": x, "w": weight, "y": y}
         if splits:
             parts = tuple("residual_split" if part == "residual" else part for part in parts)
             consts, bindings = consts | splits.consts, bindings | {"partial_sums": splits.sums}
         dispatch = self._dispatch(route, parts, consts, bindings, grid, shape)
         return fixed_grid(dispatch, m) if last_rows else dispatch
 
-    def quantise(self, x: AnyBuffer, y: AnyBuffer, width: int, m: int, rows: int = 1) -> Dispatch:
-        """x as int8 blocks, for producers that cannot write them themselves; each token has `rows` rows."""
-        return self._row_wise(routes.QUANTISE[0], {"x": x, "y": y}, width * rows, m, {"WIDTH": width, "ROWS": rows})
+    def quantise(
+        self, x: AnyBuffer, y: AnyBuffer, width: int, m: int, rows: int = 1, blocks: Inputs = Inputs.INT8
+    ) -> Dispatch:
+        """x as blocks, for producers that cannot write them themselves; each token has `rows` rows."""
+        route, shape = routes.QUANTISE[0], RowWise(width * rows)
+        consts: Consts = {"WIDTH": width, "ROWS": rows} | self.tuning(route)
+        parts, grid = self.parts(route, blocks=blocks), self.grid(route, shape, m)
+        return self._dispatch(route, parts, consts, {"x": x, "y": y}, grid, shape)
 
     def add_norm(self, x: AnyBuffer, weight: Bindable, y: AnyBuffer, width: int, eps: float, m: int) -> Dispatch:
         """y += x / rms(x) * weight, row by row."""
@@ -685,11 +686,11 @@ class Ops:
         before: list[Dispatch] = []
         if route.kernel == "attend_tile":
             owners = {"OWNERS": routes.tile_owners(shape.head_dim)}
-            settings |= owners | {"INT8": mode.int8_out, "ONE_SEGMENT": shape.segments == 1}
+            settings |= owners | {"TO_BLOCKS": mode.out.blocks, "ONE_SEGMENT": shape.segments == 1}
         if route.kernel in ("attend_split", "attend_int8", "attend_matrix"):
             assert buffers.stats is not None, f"{route.kernel} leaves statistics"
             bindings["stats"] = buffers.stats
-            settings["INT8"] = mode.int8_out
+            settings["TO_BLOCKS"] = mode.out.blocks
         if route.kernel == "attend_split":
             subgroups = routes.subgroups_per_head(shape.heads_per_kv, shape.head_dim, shape.bucket, caps)
             settings |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": subgroups}
@@ -706,7 +707,7 @@ class Ops:
             settings |= {"SPLITS": shape.splits, "ONE_SEGMENT": shape.segments == 1}
             before = [self._quantise_kv(shape, caches, buffers.int8_kv, mode)]
             caches = {"kv": buffers.int8_kv}
-        files = self.parts(route, kv_type=mode.kv_type, sinks=shape.sinks, own_row=mode.own_row)
+        files = self.parts(route, kv_type=mode.kv_type, sinks=shape.sinks, own_row=mode.own_row, blocks=mode.out)
         grid = self.grid(route, shape, shape.m, owners)
         if buffers.sinks is not None:
             bindings["sinks"] = buffers.sinks
@@ -735,20 +736,17 @@ class Ops:
         partial_sums: AnyBuffer,
         stats: AnyBuffer,
         y: AnyBuffer,
-        int8_out: bool,
+        out: Inputs,
         sinks: Bindable | None = None,
     ) -> Dispatch:
         """The partial results of shape.splits splits, merged."""
-        consts: Consts = {"HEADS": shape.heads, "HEAD_DIM": shape.head_dim, "SPLITS": shape.splits, "INT8": int8_out}
-        blocks = shape.heads * shape.head_dim // 32
-        part = "int8_block_subgroup" if self.gpu.caps.subgroup >= 4 else "int8_block_tree"
-        grid: Grid | GridFunction = (blocks, 1, 1)
-        if shape.m > 1:
-            grid = partial(_blocks_by_row, blocks)
+        route = routes.MERGE
+        consts: Consts = {"HEADS": shape.heads, "HEAD_DIM": shape.head_dim, "SPLITS": shape.splits}
+        consts["TO_BLOCKS"] = out.blocks
         bindings: dict[str, Bindable] = {"x": partial_sums, "stats": stats, "y": y}
-        parts = (part, "sinks_none") if sinks is None else (part, "sinks")
         bindings |= {} if sinks is None else {"sinks": sinks}
-        return self.gpu.dispatch("attend_merge", parts, consts, bindings, grid, shape=shape)
+        parts, grid = self.parts(route, sinks=sinks is not None, blocks=out), self.grid(route, shape, shape.m)
+        return self._dispatch(route, parts, consts, bindings, grid, shape)
 
     def attend_textures(
         self, shape: Attention, q: Texture, cache: Texture, scores: Texture, y: Texture, consts: Consts | None = None
@@ -847,10 +845,6 @@ def argmax_candidates(vocab: int) -> int:
 
 def _one_by_row(rows: int, position: int) -> Grid:
     return rows, 1, 1
-
-
-def _blocks_by_row(blocks: int, rows: int, position: int) -> Grid:
-    return rows * blocks, 1, 1
 
 
 def tagged(dispatches: list[Dispatch], op: str, layer: int | None) -> list[Dispatch]:

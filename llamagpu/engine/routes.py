@@ -21,7 +21,12 @@ class Inputs(StrEnum):
 
     F32 = "f32"
     INT8 = "int8"  # int8 blocks, as ggml's q8_1
+    F16 = "f16"  # f16 blocks, for matrix units (parts/blocks_f16.wgsl)
     INTERLEAVED = "interleaved"  # f32, interleaved by 4 (parts/inputs_interleaved.wgsl)
+
+    @property
+    def blocks(self) -> bool:
+        return self in (Inputs.INT8, Inputs.F16)
 
 
 class Prologue(StrEnum):
@@ -73,6 +78,7 @@ class Role(StrEnum):
     REDUCE = "reduce"  # sums over lanes
     EPILOGUE = "epilogue"
     INT8_BLOCK = "int8_block"  # quantises 32 activations
+    BLOCKS = "blocks"  # stores 32 activations as an int8 or f16 block
     RESIDUAL = "residual"  # the residual stream, with what is still to be added to it
     TEXTURE = "texture"  # weights in a texture
     BROADCAST = "broadcast"  # texels that all lanes need
@@ -559,7 +565,13 @@ def on_matrices(s: Linear, c: Caps) -> bool:
     if s.storage is Storage.BF16:  # may be beyond f16
         return False
     enough = s.m > 64 or (s.m >= MATRIX_ROWS and s.k >= LONG_ROWS and s.n >= LONG_ROWS)
-    return enough and c.matrices and int8_tiles(s, c)
+    return enough and c.matrices and s.inputs is Inputs.F16 and tiles_of_blocks(s, c)
+
+
+def block_inputs(shards: Iterable[Linear], c: Caps) -> Inputs:
+    """The blocks that a linear reads: f16 on matrix units, which is closer to f32, else int8."""
+    halves = (replace(shard, inputs=Inputs.F16) for shard in shards)
+    return Inputs.F16 if all(on_matrices(shard, c) for shard in halves) else Inputs.INT8
 
 
 # Tiles of linear_gemm: token rows, matrix rows, k of a split-K team. As above, a smaller one is more work: on an H200
@@ -589,9 +601,9 @@ F32_TILES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], ...
 )
 
 
-def int8_tiles(s: Linear, c: Caps) -> bool:
+def tiles_of_blocks(s: Linear, c: Caps) -> bool:
     shape = block_aligned(s) and s.k % 64 == 0 and s.epilogue is not Epilogue.LOGITS and no_prologue(s)
-    return s.inputs is Inputs.INT8 and shape and c.shared_bytes >= 32768
+    return shape and c.shared_bytes >= 32768
 
 
 WEIGHT_PARTS = (Role.WEIGHT, Role.EPILOGUE)
@@ -615,14 +627,15 @@ def _gemm_int8_route(rows: int, splits: int, to_blocks: bool) -> Route[Linear]:
     consts |= {"TOKENS": rows} if to_blocks else {"GRID_SPLIT": splits} if splits > 1 else {}
 
     def fits(s: Linear, c: Caps) -> bool:
-        return int8_tiles(s, c) and to_blocks != no_extras(s) and int8_tile_fits(s, rows, splits)
+        int8 = s.inputs is Inputs.INT8 and tiles_of_blocks(s, c)
+        return int8 and to_blocks != no_extras(s) and int8_tile_fits(s, rows, splits)
 
     return Route("linear_gemm_int8", fits, needs, tile_grid, (Role.PLANES, Role.EPILOGUE), consts)
 
 
 def _matrix_route(tile: tuple[int, int, int, int], splits: int) -> Route[Linear]:
     rows, columns, *_ = tile
-    needs = f"int8 x, k % 64 = 0, group % 32 = 0 or 16, m >= {MATRIX_ROWS}, matrix units, tiles of {rows} x {columns}"
+    needs = f"f16 x, k % 64 = 0, group % 32 = 0 or 16, m >= {MATRIX_ROWS}, matrix units, tiles of {rows} x {columns}"
     needs += f", k split {splits} times" if splits > 1 else ""
     consts = matrix_consts(tile) | {"EPILOGUE_LANES": 32, "TOKENS": 16} | ({"GRID_SPLIT": splits} if splits > 1 else {})
 
@@ -905,16 +918,14 @@ NORM: Table[RowWise] = (
     Route("rms_norm", lambda s, c: True, "-", row_grid, (Role.REDUCE,)),
 )
 
-INT8_NORM_PARTS = (Role.INT8_BLOCK, Role.REDUCE, Role.RESIDUAL)
+INT8_NORM_PARTS = (Role.BLOCKS, Role.REDUCE, Role.RESIDUAL)
 NORM_INT8: Table[RowWise] = (
     Route("rms_norm_int8", lambda s, c: s.width % 32 == 0, "width % 32 = 0", row_grid, INT8_NORM_PARTS),
 )
 
 QUANTISE: Table[RowWise] = (
-    Route("quantise_int8", lambda s, c: s.width % 32 == 0, "width % 32 = 0", eighths_grid, (Role.INT8_BLOCK,)),
+    Route("quantise_int8", lambda s, c: s.width % 32 == 0, "width % 32 = 0", eighths_grid, (Role.BLOCKS,)),
 )
-
-WIDEN: Route[RowWise] = Route("widen_int8", lambda s, c: True, "before linear_matrix", eighths_grid)
 
 ADD_NORM: Route[RowWise] = Route("add_rms_norm", lambda s, c: True, "-", row_grid, (Role.REDUCE,))
 
@@ -984,7 +995,7 @@ ATTEND: Table[Attention] = (
         split_rows_fit,
         "few rows or positions, head_dim % 64 = 0, a subgroup for each head of a KV head",
         lambda s, c, caps, rows, position: (s.kv_heads, s.splits, rows),
-        (Role.KV_RUN, Role.PAGES, Role.INT8_BLOCK),
+        (Role.KV_RUN, Role.PAGES, Role.INT8_BLOCK, Role.BLOCKS),
     ),
     *(
         Route(
@@ -992,7 +1003,7 @@ ATTEND: Table[Attention] = (
             partial(matrix_attention, workgroup=workgroup),
             f"m > 64, f16 will do, matrix units, head_dim 64 or 128, {workgroup // 2} heads to a KV head",
             int8_tile_grid,
-            (Role.MATRIX, Role.PAGES, Role.INT8_BLOCK),
+            (Role.MATRIX, Role.PAGES, Role.BLOCKS),
             {"WORKGROUP": workgroup},
         )
         for workgroup in (128, 64)  # the smaller where 32 KiB of workgroup memory must do
@@ -1002,7 +1013,7 @@ ATTEND: Table[Attention] = (
         large_int8_tiles,
         f"m >= {LARGE_TILE_ROWS}, int8 will do, head_dim 128, subgroups of 8, 128 heads to a KV head",
         int8_tile_grid,
-        (Role.PAGES, Role.INT8_BLOCK),
+        (Role.PAGES, Role.BLOCKS),
         {"WORKGROUP": 256},
     ),
     Route(
@@ -1010,7 +1021,7 @@ ATTEND: Table[Attention] = (
         int8_attention,
         "m > 1, int8 will do, head_dim 64 or 128, subgroups of 8, 64 heads to a KV head",
         int8_tile_grid,
-        (Role.PAGES, Role.INT8_BLOCK),
+        (Role.PAGES, Role.BLOCKS),
         {"WORKGROUP": 128},
     ),
     Route(
@@ -1018,7 +1029,7 @@ ATTEND: Table[Attention] = (
         tile_rows_fit,
         f"m >= {TILE_ROWS}, head_dim % 32 = 0, <= 256, subgroups of 4 (over 64: of 8), 32 heads to a KV head",
         query_tile_grid,
-        (Role.KV8, Role.PAGES, Role.INT8_BLOCK, Role.SINKS),
+        (Role.KV8, Role.PAGES, Role.BLOCKS, Role.SINKS),
     ),
     Route(
         "attend",
@@ -1056,7 +1067,14 @@ STORE_KV: Route[Attention] = Route(
     lambda s, c, caps, rows, position: fold(-(-rows * 2 * s.kv_heads * -(-s.head_dim // 64) // c["WORKGROUP"]), caps),
     (Role.KV_LAYOUT, Role.INT8_BLOCK),
 )
-# These can write int8 blocks themselves
+MERGE: Route[Attention] = Route(
+    "attend_merge",
+    lambda s, c: True,
+    "splits, head_dim % 32 = 0",
+    lambda s, c, caps, rows, position: (rows * s.heads * s.head_dim // 32, 1, 1),
+    (Role.BLOCKS, Role.SINKS),
+)
+# These can write blocks themselves
 QUANTISING_ATTENTION = ("attend_split", "attend_int8", "attend_matrix", "attend_tile")
 
 

@@ -27,7 +27,6 @@ INT8_VALUE_BYTES = 1.5  # an int8 block of 32 activations takes 48 bytes
 # Bytes read and written for each value of a row-wise operation; the default is 8
 ROW_WISE_BYTES = {
     "quantise_int8": 4 + INT8_VALUE_BYTES,
-    "widen_int8": 2 + INT8_VALUE_BYTES,
     "rms_norm_int8": 4 + INT8_VALUE_BYTES,
     "glu_mul": 12,
     "silu_mul_texture": 12,
@@ -245,7 +244,7 @@ def linear_work(dispatch: Dispatch, shape: Linear, rows: int, share: float = 1.0
     if dispatch.op == "embedding":  # looks up a row of the matrix for each token
         return 0.0, rows * (weights / shape.n + 4 * shape.k)
     int8 = shape.inputs is Inputs.INT8 and shape.prologue is Prologue.NONE  # a prologue reads f32
-    inputs = (2 if dispatch.kernel == "linear_matrix" else INT8_VALUE_BYTES if int8 else 4) * shape.k
+    inputs = (2 if shape.inputs is Inputs.F16 else INT8_VALUE_BYTES if int8 else 4) * shape.k
     return 2.0 * rows * shape.n * shape.k, weights + rows * (inputs + 4 * shape.n)
 
 

@@ -125,10 +125,9 @@ def product_is_exact(gpu: Gpu, source: str, inputs: type[np.floating]) -> bool:
 
 def why_not_faster(gpu: Gpu) -> str:
     """Why Dawn is not faster than wgpu on this adapter: its only gain is matrix units, in prefill. Empty if it is."""
-    chosen = routes.select(routes.LINEAR, WEIGHT.shape(ROWS, Inputs.INT8), gpu.caps)
     if gpu.software:
         return "a software adapter has no matrix units"
-    if chosen.kernel != "linear_matrix":
+    if not routes.on_matrices(WEIGHT.shape(ROWS, Inputs.F16), gpu.caps):
         return "it has no matrices that there are kernels for"
     matrices, int8 = linear_ms(gpu)
     if matrices < int8:
@@ -138,13 +137,11 @@ def why_not_faster(gpu: Gpu) -> str:
 
 def linear_ms(gpu: Gpu) -> tuple[float, float]:
     """Milliseconds of a linear on matrices and without, each the best of three: clocks rise meanwhile."""
-    (shard, _), given = WEIGHT.upload(gpu), linear_inputs(gpu, ROWS, WEIGHT.k, Inputs.INT8)
-    matrix, y, watch = matrix_of(shard), gpu.zeros(ROWS * WEIGHT.n * 4, "y"), Stopwatch(gpu)
-    make = Ops(gpu, step_buffer(gpu, ROWS))
-    without = tuple(route for route in routes.LINEAR if route.kernel != "linear_matrix")
+    (shard, _), watch = WEIGHT.upload(gpu), Stopwatch(gpu)
+    matrix, y, make = matrix_of(shard), gpu.zeros(ROWS * WEIGHT.n * 4, "y"), Ops(gpu, step_buffer(gpu, ROWS))
     units = [
-        make.linear(given.x, matrix, ROWS, ops.store(y, matrix), Inputs.INT8, table=table)
-        for table in (routes.LINEAR, without)
+        make.linear(linear_inputs(gpu, ROWS, WEIGHT.k, inputs).x, matrix, ROWS, ops.store(y, matrix), inputs)
+        for inputs in (Inputs.F16, Inputs.INT8)
     ]
     times = np.array([[watch.repeated_ns([unit], ROWS) for unit in units] for _ in range(3)])
     best = times.min(axis=0) / 1e6

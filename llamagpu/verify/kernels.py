@@ -19,7 +19,6 @@ from llamagpu.verify import reference
 from llamagpu.verify.reference import (
     F32,
     HALVES,
-    INT8_BLOCK,
     REQUANTISED,
     REQUANTISED_HALVES,
     ROUNDED_WEIGHTS,
@@ -38,6 +37,7 @@ from llamagpu.verify.reference import (
     ops_at,
     random,
     read_blocks,
+    read_values,
     round_int8,
     round_kv,
     rows_of,
@@ -129,7 +129,7 @@ def matrix_case(gpu: Gpu, route: Route[Linear], weight: Weight) -> Case:
     """Ragged m and n; results of splits come in pairs."""
     even = replace(weight, n=weight.n + weight.n % 2)
     split, m = "GRID_SPLIT" in route.consts, route.consts["TILE_M"] + 5
-    return linear_case(gpu, route, even if split else weight, (Inputs.INT8, Prologue.NONE), m)
+    return linear_case(gpu, route, even if split else weight, (Inputs.F16, Prologue.NONE), m)
 
 
 def linear_case(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode, m: int) -> Case:
@@ -206,8 +206,11 @@ def workgroup_epilogue_cases(gpu: Gpu) -> Iterator[Case]:
         for m in (1, 4, 8, 30, 70):
             for route in workgroup_epilogue_routes(gpu, weight.shape(m, inputs, epilogue=Epilogue.GLU_INT8))[:1]:
                 shape = f"{Epilogue.GLU_INT8} {weight.name}, {inputs} x, m {m}"
-                bound = REQUANTISED_HALVES if route.kernel == "linear_matrix" else REQUANTISED
-                yield Case(route.kernel, shape, partial(swiglu_int8, gpu, route, inputs, m), bound)
+                yield Case(route.kernel, shape, partial(swiglu_blocks, gpu, route, inputs, m), REQUANTISED)
+    for route in workgroup_epilogue_routes(gpu, weight.shape(70, Inputs.F16, epilogue=Epilogue.GLU_INT8))[:1]:
+        for blocks, bound in ((Inputs.F16, HALVES), (Inputs.INT8, REQUANTISED_HALVES)):
+            shape = f"{Epilogue.GLU_INT8} {weight.name}, f16 x, m 70, to {blocks}"
+            yield Case(route.kernel, shape, partial(swiglu_blocks, gpu, route, Inputs.F16, 70, blocks), bound)
 
 
 def workgroup_epilogue_routes(gpu: Gpu, shape: Linear) -> list[Route[Linear]]:
@@ -225,13 +228,12 @@ def logits(gpu: Gpu, route: Route[Linear], inputs: Inputs) -> Answer:
     return np.append(gpu.read(y, np.float32, weight.n), top), np.append(want, want.max())
 
 
-def swiglu_int8(gpu: Gpu, route: Route[Linear], inputs: Inputs, m: int) -> Answer:
+def swiglu_blocks(gpu: Gpu, route: Route[Linear], inputs: Inputs, m: int, blocks: Inputs = Inputs.INT8) -> Answer:
     weight = WHOLE_BLOCKS
-    count = m * weight.n // 64
-    y = gpu.zeros(count * INT8_BLOCK.itemsize, "y")
-    output = Output(Epilogue.GLU_INT8, {"y": y}, {"WIDTH": weight.n}, activation_parts(Activation.SILU))
+    y = gpu.zeros(m * weight.n, "y")
+    output = Output(Epilogue.GLU_INT8, {"y": y}, {"WIDTH": weight.n}, activation_parts(Activation.SILU), blocks)
     want = reference.swiglu(run_linear(gpu, route, weight, (inputs, Prologue.NONE), output, m))
-    return dequantise_blocks(read_blocks(gpu, y, m, weight.n // 64)), round_int8(want)
+    return read_values(gpu, y, m, weight.n // 2, blocks), want if blocks is Inputs.F16 else round_int8(want)
 
 
 # Norms
@@ -301,15 +303,15 @@ def attention_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
     rows = Attention(33, 4, 2, 96)
     yield Case("store_kv", "2 KV heads of 96, m 33 at 65", partial(store_kv, gpu, rows, 65), ROUNDED_Q8_0)
     for route in routes.ATTEND:
-        for int8_out in (False, True):
-            result = "int8" if int8_out else "f32"
+        for result in (Inputs.F32, Inputs.INT8):
+            int8_out = result.blocks
             if route.kernel == "attend_split":
-                shape, mode = Attention(1, 4, 2, 64, scale=0.125, splits=4), AttentionMode(KvType.F16, int8_out)
+                shape, mode = Attention(1, 4, 2, 64, scale=0.125, splits=4), AttentionMode(KvType.F16, result)
                 if fits(route, shape, gpu.caps):
                     compare, bound = partial(attend, gpu, route, shape, 200, mode), REQUANTISED if int8_out else F32
                     yield Case("attend_merge", f"4 heads of 64 at 200, 4 splits, {result}", compare, bound)
             if route.kernel == "attend_int8":
-                mode = AttentionMode(KvType.F16, int8_out)
+                mode = AttentionMode(KvType.F16, result)
                 heads, kv_heads, head_dim = HEADS[int8_out]  # few cases: software adapters take seconds to compile it
                 shape = Attention(33, heads, kv_heads, head_dim, scale=head_dim**-0.5, splits=2 - int8_out, int8=True)
                 if fits(route, shape, gpu.caps) and (int8_out or not quick):
@@ -321,14 +323,14 @@ def attention_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
 def matrix_attention_cases(gpu: Gpu, quick: bool = False) -> Iterator[Case]:
     """attend_matrix on both sizes of heads, whole and split, also with scores that grow far."""
     kernels = [route for route in routes.ATTEND if route.kernel == "attend_matrix"]
-    modes = ((1, 1, False), (1, 8, True), (2, 8, False))
+    modes = ((1, 1, Inputs.F32), (1, 8, Inputs.F16), (2, 8, Inputs.F32))
     cases = [(heads, *mode) for heads in HEADS[:2] for mode in modes]
-    for (heads, kv_heads, head_dim), splits, sharpness, int8_out in cases[: 1 if quick else None]:
+    for (heads, kv_heads, head_dim), splits, sharpness, result in cases[: 1 if quick else None]:
         shape = Attention(70, heads, kv_heads, head_dim, scale=head_dim**-0.5, splits=splits, half=True)
         for route in [route for route in kernels if fits(route, shape, gpu.caps)][:1]:  # the others are for less memory
             name = f"{heads} heads of {head_dim}, m 70 at 130, queries times {sharpness}, {splits} splits"
-            compare = partial(attend, gpu, route, shape, 130, AttentionMode(KvType.F16, int8_out), sharpness)
-            yield Case(route.kernel, name, compare, REQUANTISED_HALVES if int8_out else HALF_ATTENTION)
+            compare = partial(attend, gpu, route, shape, 130, AttentionMode(KvType.F16, result), sharpness)
+            yield Case(route.kernel, name, compare, HALF_ATTENTION)
 
 
 def store_kv(gpu: Gpu, shape: Attention, position: int) -> Answer:
@@ -363,11 +365,11 @@ def attend(
     make = ops_at(gpu, m, position, CAPACITY)
     dispatches = make.attend(shape, buffers, mode, only(route))
     if merges:
-        dispatches.append(make.attend_merge(shape, partial_sums, stats, y, mode.int8_out, on_device))
+        dispatches.append(make.attend_merge(shape, partial_sums, stats, y, mode.out, on_device))
     run(gpu, dispatches, m, position)
     end = position + m
     want = reference.attention(q, k[:, :end], v[:, :end], position, sinks, shape.soft_cap)
-    if mode.int8_out:
-        blocks = read_blocks(gpu, y, m, q.size // m // 32)
-        return dequantise_blocks(blocks), round_int8(want.reshape(m, -1))
+    if mode.out.blocks:
+        flat = want.reshape(m, -1)
+        return read_values(gpu, y, m, q.size // m, mode.out), flat if mode.out is Inputs.F16 else round_int8(flat)
     return gpu.read(y, np.float32, q.size).reshape(q.shape), want

@@ -22,6 +22,7 @@ from llamagpu.verify.expert_kernels import expert_cases
 from llamagpu.verify.kernels import Q4_WEIGHT, norm_data
 from llamagpu.verify.reference import (
     COPIED,
+    F16_UNIT,
     INT8_BLOCK,
     REQUANTISED,
     ROUNDED_F16,
@@ -36,6 +37,7 @@ from llamagpu.verify.reference import (
     ops_at,
     random,
     read_blocks,
+    read_values,
     round_int8,
     rows_of,
     run,
@@ -52,7 +54,7 @@ def other_cases(gpu: Gpu) -> Iterator[Case]:
             if fits(route, weight.shape(1), gpu.caps):
                 yield Case(route.kernel, weight.name, partial(embed, gpu, route, weight), COPIED)
     yield Case("quantise_int8", "width 576, m 5", partial(quantise, gpu), REQUANTISED)
-    yield Case("widen_int8", "width 576, m 5", partial(widen, gpu), ROUNDED_F16)
+    yield Case("quantise_int8", "width 576, m 5, f16", partial(to_f16, gpu), ROUNDED_F16)
     yield from architecture_cases(gpu)
     yield from expert_cases(gpu)
     yield Case("copy_page", "3 KV heads", partial(copy_page, gpu), COPIED)
@@ -88,18 +90,15 @@ def quantise(gpu: Gpu) -> Answer:
     return dequantise_blocks(read_blocks(gpu, y, 5, 18)), round_int8(x)
 
 
-def widen(gpu: Gpu) -> Answer:
+def to_f16(gpu: Gpu) -> Answer:
     """A block of values beyond f16, and one beyond a million, which is cut."""
     x, _ = norm_data(576, 5)
     x[2, 64:96] *= 1e5
     x[3, 64:96] *= 1e7
-    blocks, make = gpu.zeros(5 * 18 * INT8_BLOCK.itemsize, "blocks"), Ops(gpu, step_buffer(gpu, 5))
-    shape = Q4_WEIGHT.shape(5, Inputs.INT8)
-    run(gpu, [make.quantise(gpu.upload(x, "x"), blocks, 576, 5), *make.widen(blocks, shape, {})], 5)
-    halves = gpu.read(make.halves(0), np.float16, 5 * 576).reshape(5, 18, 4, 4, 2)  # [m, block, pair, eight, of pair]
-    found = halves.transpose(0, 1, 3, 4, 2).reshape(5, 576)
-    largest = 16 * float(np.finfo(np.float16).max)
-    return 16 * found.astype(np.float64), np.clip(dequantise_blocks(read_blocks(gpu, blocks, 5, 18)), -largest, largest)
+    y = gpu.zeros(5 * 576 * 2, "y")
+    run(gpu, [Ops(gpu, step_buffer(gpu, 5)).quantise(gpu.upload(x, "x"), y, 576, 5, blocks=Inputs.F16)], 5)
+    largest = F16_UNIT * float(np.finfo(np.float16).max)
+    return read_values(gpu, y, 5, 576, Inputs.F16), np.clip(x.astype(np.float64), -largest, largest)
 
 
 def argmax(gpu: Gpu) -> Answer:

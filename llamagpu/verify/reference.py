@@ -146,6 +146,7 @@ def rows_of(packed: PackedMatrix, rows: NDArray[np.integer]) -> Floats:
 
 # int8 blocks: the activations of precision "fast"
 
+F16_UNIT = 16.0  # f16 blocks hold values divided by it
 INT8_BLOCK = np.dtype([("even", "i1", 16), ("odd", "i1", 16), ("scale", "f4", 4)])  # 32 activations
 
 
@@ -176,6 +177,27 @@ def blocks_of_planes(words: Array, m: int) -> Array:
 def read_blocks(gpu: Gpu, y: Buffer, m: int, count: int) -> Array:
     """[m, count] blocks that a kernel stored."""
     return blocks_of_planes(gpu.read(y, np.uint32, m * count * 12), m)
+
+
+def f16_blocks(x: Array) -> Array:
+    """[m, k] as f16 blocks on the device (kernels/parts/blocks_f16.wgsl)."""
+    largest = float(np.finfo(np.float16).max)
+    halves = np.clip(x / F16_UNIT, -largest, largest).astype(np.float16)
+    eights = halves.reshape(len(x), -1, 4, 2, 4)  # [m, block, eight, half, of half]
+    return np.ascontiguousarray(eights.transpose(0, 1, 4, 2, 3))
+
+
+def values_of_f16(words: Array, m: int) -> Floats:
+    """The inverse of `f16_blocks`, of any 4-byte words."""
+    pairs = np.ascontiguousarray(words).view(np.float16).reshape(m, -1, 4, 4, 2)
+    return np.asarray(F16_UNIT * pairs.transpose(0, 1, 3, 4, 2).reshape(m, -1).astype(np.float64))
+
+
+def read_values(gpu: Gpu, y: Buffer, m: int, width: int, blocks: Inputs) -> Floats:
+    """[m, width] of the blocks that a kernel stored."""
+    if blocks is Inputs.F16:
+        return values_of_f16(gpu.read(y, np.uint32, m * width // 2), m)
+    return dequantise_blocks(read_blocks(gpu, y, m, width // 32))
 
 
 def block_integers(blocks: Array) -> Floats:
@@ -252,6 +274,9 @@ def linear_inputs(
     if inputs is Inputs.INT8:
         blocks = quantise_blocks(x)
         return LinearInputs(gpu.upload(block_planes(blocks), "x"), dequantise_blocks(blocks), inputs)
+    if inputs is Inputs.F16:
+        words = f16_blocks(x)
+        return LinearInputs(gpu.upload(words, "x"), values_of_f16(words, m), inputs)
     stored = x
     if inputs is Inputs.INTERLEAVED:
         stored = np.ascontiguousarray(x.reshape(k // 32, 8, 4).swapaxes(0, 1))
