@@ -487,7 +487,8 @@ class Ops:
     def top_experts(self, logits: AnyBuffer, choices: Choices, whole: bool, m: int) -> Dispatch:
         """The experts with the largest logits [m, experts], and their weights."""
         bindings, width = {"x": logits, "y": choices.chosen}, choices.experts
-        return self._experts(routes.TOP_EXPERTS, bindings, width, m, choices.consts | {"WHOLE": whole})
+        consts = choices.consts | {"WHOLE": whole}
+        return self._experts(routes.TOP_EXPERTS, bindings, width, m, consts, ("choose_experts",))
 
     def group_experts(self, choices: Choices, m: int) -> Dispatch:
         """The choices of m tokens, grouped by expert."""
@@ -502,10 +503,16 @@ class Ops:
         return self._experts(routes.SUM_EXPERTS, {"x": x, "y": y, "chosen": choices.chosen}, width, m, consts)
 
     def _experts(
-        self, route: Route[RowWise], bindings: Mapping[str, Bindable], width: int, m: int, consts: Consts
+        self,
+        route: Route[RowWise],
+        bindings: Mapping[str, Bindable],
+        width: int,
+        m: int,
+        consts: Consts,
+        parts: tuple[str, ...] = (),
     ) -> Dispatch:
         shape = RowWise(width)
-        return self._dispatch(route, (), consts, bindings, self.grid(route, shape, m), shape)
+        return self._dispatch(route, parts, consts, bindings, self.grid(route, shape, m), shape)
 
     def expert_linear(
         self,

@@ -68,12 +68,12 @@ def choose(gpu: Gpu, m: int) -> tuple[Choices, NDArray[np.uint32], NDArray[np.fl
 
 
 def top(gpu: Gpu, experts: int, used: int, whole: bool, m: int) -> Answer:
-    """[m, used, (expert, weight)]."""
-    logits = random("logits").standard_normal((m, experts)).astype(np.float32) * np.float32(3)
+    """[m, used, (expert, weight)], of logits many of which are equal."""
+    logits = np.rint(random("logits").standard_normal((m, experts)) * 6).astype(np.float32) / np.float32(2)
     chosen, make = gpu.zeros(8 * m * used, "chosen"), Ops(gpu, step_buffer(gpu, m))
     run(gpu, [make.top_experts(gpu.upload(logits, "x"), Choices(experts, used, chosen, chosen), whole, m)], m)
     got = gpu.read(chosen, np.uint32, 2 * m * used).reshape(m, used, 2)
-    order = np.argsort(-logits, axis=1)[:, :used]
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :used]
     shares = np.exp(logits.astype(np.float64))
     shares /= shares.sum(axis=1, keepdims=True)
     want = np.take_along_axis(shares, order, axis=1)
