@@ -158,7 +158,7 @@ def has_half_sums(weights: Weights) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class InterStage:
-    """Inter-stage buffers, with a row for each layer."""
+    """Inter-stage buffers, with a row for each layer of a kernel."""
 
     q: BufferRange  # queries
     mid: BufferRange  # the residual stream after attention
@@ -198,7 +198,8 @@ class FusedDecode:
         self.same_storage = False  # one kernel for each run of layers of the same storage
         self.layer_tables: dict[bytes, Buffer] = {}
         words = (max(each) for each in zip(*(inter_stage_widths(config, rows) for rows in widths), strict=True))
-        sizes = [config.layers * layer_stride(width) for width in words]
+        most = max(map(len, self.runs(same_storage=False)))  # layers of a kernel
+        sizes = [most * layer_stride(width) for width in words]
         self.between = InterStage(*padded_ranges(self.gpu, sizes, "inter-stage"))
         self.copies: Buffer | None = None
         if self.gpu.caps.tint:
@@ -247,7 +248,16 @@ class FusedDecode:
         return all(storage_bindings(d.source) <= self.gpu.caps.storage_buffers for d in dispatches)
 
     def kernels(self, same_storage: bool, rows: int = 1) -> list[Dispatch]:
-        """One kernel for each run of layers whose KV cache and norms share bindings.
+        """One kernel for each run of layers."""
+        found = []
+        for members in self.runs(same_storage):
+            stages = self.stages(members, rows)
+            table = self.layer_table(members)
+            found.append(self.gpu.fused(stages, self.grid.workgroups, self.barrier, table, rows, self.copies))
+        return found
+
+    def runs(self, same_storage: bool) -> list[list[int]]:
+        """Neighbouring layers whose KV cache and norms share bindings.
 
         With `same_storage` their matrices must share bindings too.
         """
@@ -269,13 +279,7 @@ class FusedDecode:
             own = self.config.kinds[i]
             return own.window, own.rope if self.config.rotates_apart else None
 
-        found = []
-        for _, run in groupby(range(len(layers)), lambda i: (bound(i), kind(i))):
-            members = list(run)
-            stages = self.stages(members, rows)
-            table = self.layer_table(members)
-            found.append(self.gpu.fused(stages, self.grid.workgroups, self.barrier, table, rows, self.copies))
-        return found
+        return [list(run) for _, run in groupby(range(len(layers)), lambda i: (bound(i), kind(i)))]
 
     def stages(self, members: list[int], rows: int = 1) -> list[Stage]:
         c, gpu, count, between = self.config, self.gpu, len(members), self.between
