@@ -46,6 +46,16 @@ def any_gpu(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue("gpu" if request.param == "full" else "minimum_gpu")
 
 
+@pytest.fixture(scope="module")
+def fused_gpu() -> Any:
+    """On a software adapter, which runs one workgroup at a time for sure, the grid has one workgroup."""
+    found = open_gpu(LLAMAGPU_FUSED="1")
+    if found.caps.subgroup < 4:
+        pytest.skip("fused decode needs subgroups of 4 or more")
+    found.caps = replace(found.caps, compares_fused=False)  # most tests compare, with float64
+    return found
+
+
 @pytest.fixture
 def matrix_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch, matrix: str) -> Any:
     """The device, which runs kernels with these subgroup matrices whether it has them or not."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import WGPU, open_gpu
+from conftest import WGPU
 from gguf_builder import Tensors, spm_vocab, write_gguf
 from hf_builder import hf_folder
 from llama_cpp_peer import LlamaCpp
@@ -67,6 +67,9 @@ class Tiny:
         return {"general.architecture": self.arch, "general.name": "tiny", **keys, **vocabulary()}
 
     def write(self, path: Path, matrix_type: str = "F32") -> Path:
+        return write_gguf(path, *self.parts(matrix_type))
+
+    def parts(self, matrix_type: str = "F32") -> tuple[dict[str, Any], Tensors]:
         """With the same numbers in each type, F32 or Q8_0; MXFP4: other ones for experts, the rest is Q8_0.
 
         "Q8_0, up F32" has another type for the up matrices.
@@ -86,7 +89,7 @@ class Tiny:
                 tensors[name] = ("Q8_0", shape, q8_blocks(values).tobytes())
             else:
                 tensors[name] = ("F32", shape, values.astype("<f4").tobytes())
-        return write_gguf(path, metadata, tensors)
+        return metadata, tensors
 
     def hf_config(self) -> dict[str, Any]:
         sizes = {
@@ -545,14 +548,14 @@ def test_convert(tmp_path: Path, name: str) -> None:
         assert np.allclose(to_f32(tensor), to_f32(original.tensors[name]), rtol=0, atol=1e-6), name
 
 
+FUSED = ("qwen3", "smollm3", "mistral3", "olmo2", "gemma2", "gemma3", "mixtral", "qwen3moe", "granitemoe", "olmoe")
+
+
 @WGPU
-@pytest.mark.parametrize("name", mostly_slow(("qwen3", "smollm3", "mistral3", "olmo2", "gemma2", "gemma3"), ("qwen3",)))
-def test_fused_decode(expected: Any, name: str) -> None:
+@pytest.mark.parametrize("name", mostly_slow(FUSED, ("qwen3", "qwen3moe")))
+def test_fused_decode(fused_gpu: Any, expected: Any, name: str) -> None:
     """Architectures with stages or variants of their own in the kernel of all layers."""
-    fused_gpu, (path, want) = open_gpu(LLAMAGPU_FUSED="1"), expected(name)
-    if fused_gpu.caps.subgroup < 4:
-        pytest.skip("fused decode needs subgroups of 4 or more")
-    fused_gpu.caps = replace(fused_gpu.caps, compares_fused=False)
+    path, want = expected(name)
     run = load_one(fused_gpu, path)
     assert run.model.fused
     check(run, want, LARGEST_NMSE[Precision.HIGH])

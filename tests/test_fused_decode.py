@@ -40,16 +40,6 @@ from llamagpu.gpu.shaders import compose, constants
 pytestmark = WGPU
 
 
-@pytest.fixture(scope="module")
-def fused_gpu() -> Any:
-    """On a software adapter, which runs one workgroup at a time for sure, the grid has one workgroup."""
-    found = open_gpu(LLAMAGPU_FUSED="1")
-    if found.caps.subgroup < 4:
-        pytest.skip("fused decode needs subgroups of 4 or more")
-    found.caps = replace(found.caps, compares_fused=False)  # most tests compare, with float64
-    return found
-
-
 def fused_of(run: OneSequence) -> FusedDecode:
     assert isinstance(run.model, BufferModel) and run.model.fused_decode
     return run.model.fused_decode
@@ -67,7 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "2 heads per KV head": SHAPE,
     "3 heads per KV head, offsets": SHAPE | dict(heads=6, kv_heads=2, ggml_type="Q4_1", tied=False),
     "biases": SHAPE | dict(biases=True, ggml_type="Q8_0"),
-    "sliding window": SHAPE | dict(metadata={"llama.attention.sliding_window": 5}),
+    "sliding window, ffn 160": SHAPE | dict(ffn=160, metadata={"llama.attention.sliding_window": 5}),
     "qwen2, head_dim 128": SHAPE | dict(arch="qwen2", head_dim=128, ggml_type="F16"),
     "two types of down": SHAPE | dict(ggml_type=by_name(**{"1.ffn_down": "Q8_0", "": "Q4_0"}), layers=4),
     "two types of v": SHAPE | dict(ggml_type=by_name(**{"1.attn_v": "Q8_0", "3.attn_v": "Q8_0", "": "Q4_0"}), layers=4),

@@ -41,27 +41,35 @@ from llamagpu.gpu.webgpu import BufferUsage, GPUError
 WAIT_S = 0.25  # longest wait of a workgroup: watchdogs end a kernel after about 2 s
 PROBE_SPIN_LIMIT = 1 << 14  # loads of the arrivals by a waiting workgroup
 FILL_WORKGROUPS = 1024  # an estimate: they fill 6 MB for 1B
+QKV, ATTN_OUTPUT, GATE_UP, DOWN, ROUTER = range(5)  # columns of the layer table, in the order of Layer.matrices
 LITMUS_LAYERS = 32  # grid barriers across which the litmus test passes values
 
 
 def can_fuse(config: ModelConfig, caps: Caps, int8: bool, kv_type: KvType) -> bool:
     """Whether the adapter and the shapes allow fused decode; the probe and the weights decide the rest.
 
-    Experts have no stage, and with an f32 KV cache attention cannot store the row's own key and value.
+    Attention has no sinks here, a router an even number of rows, and with Tint attention cannot store the row's own key
+    and value in an f32 KV cache.
     """
     c = config
-    if c.experts or (caps.tint and kv_type is KvType.F32):
+    if c.sinks or c.experts % 2 or (caps.tint and kv_type is KvType.F32):
         return False
-    return routes.can_fuse(c.dim, c.ffn_dim, attention_shape(c, 1), int8, caps)
+    return routes.can_fuse(c.dim, c.hidden_width, attention_shape(c, 1), int8, caps, expert_bytes(c, int8))
+
+
+def expert_bytes(c: ModelConfig, int8: bool) -> int:
+    """Workgroup memory of the choice of experts, and of the router's f32 inputs beside the int8 blocks of others."""
+    return 4 * (c.experts + 2 * c.experts_used + c.dim * int8) if c.experts else 0
 
 
 def weights_fit(weights: Weights) -> bool:
     """Whether every linear of a layer can be a stage."""
-    return all(
-        len(layer.gate_up) == 1
-        and all(routes.is_gemv(shard.shape(1)) for matrix in layer.matrices for shard in matrix.shards)
-        for layer in weights.layers
-    )
+
+    def fits(matrix: Matrix) -> bool:
+        experts = matrix.experts == 1 or (len(matrix.shards) == 1 and matrix.bias is None)
+        return experts and all(routes.is_gemv(shard.shape(1)) for shard in matrix.shards)
+
+    return all(len(layer.gate_up) == 1 and all(map(fits, layer.matrices)) for layer in weights.layers)
 
 
 def matrix_buffers(matrix: Matrix) -> list[AnyBuffer]:
@@ -92,6 +100,14 @@ def slab_matrix(matrix: Matrix) -> Matrix:
         for shard in matrix.shards
     )
     return replace(matrix, shards=shards, bias=None if matrix.bias is None else slab(matrix.bias))
+
+
+def used_rows(matrix: Matrix, together: bool) -> Matrix:
+    """A matrix of experts as a stage: `together` has the rows of all that a token uses, else they share rows."""
+    if matrix.experts == 1:
+        return matrix
+    n = matrix.n * (matrix.used if together else 1)
+    return replace(matrix, n=n, shards=tuple(replace(shard, n=n) for shard in matrix.shards))
 
 
 def slab_key(matrix: Matrix) -> tuple[object, ...]:
@@ -127,11 +143,11 @@ def layer_stride(width: int) -> int:
 def inter_stage_widths(c: ModelConfig, rows: int) -> tuple[int, ...]:
     """Words of a layer in the inter-stage buffers, in the order of InterStage."""
     splits = rows * c.heads * routes.fused_max_splits(c.kv_heads, rows)
-    act = c.ffn_dim if rows == 1 else rows * c.ffn_dim * 3 // 8  # f32; int8 blocks
+    act = c.hidden_width if rows == 1 else rows * c.ffn_dim * 3 // 8  # f32; int8 blocks
     raw = rows * (c.q_width + 2 * c.kv_width) if c.rotates_apart else 0
     branch = rows * c.dim if c.norms_after else 0
     attention = splits * c.head_dim, 2 * splits, 2 * rows * c.kv_width
-    return rows * c.q_width, rows * c.dim, act, *attention, raw, branch, branch
+    return rows * c.q_width, rows * c.dim, act, *attention, raw, branch, branch, c.experts
 
 
 def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvType, caps: Caps) -> tuple[int, ...]:
@@ -139,8 +155,8 @@ def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvT
 
     With a q8_0 cache, and with Tint, attention stores keys and values: a row could not read those of another row.
     """
-    one_row = attention_stores(kv_type, caps) or config.rotates_apart or config.norms_after
-    if one_row:  # stages of the latter two ran with one row only
+    one_row = attention_stores(kv_type, caps) or config.rotates_apart or config.norms_after or config.experts
+    if one_row:  # stages of the latter three ran with one row only
         return (1,)
     return (1, *routes.fused_widths(config.dim, attention_shape(config, 1), int8, has_half_sums(weights), caps))
 
@@ -169,6 +185,7 @@ class InterStage:
     raw: BufferRange  # queries, keys and values before `rotate`, where there is such a stage
     attended: BufferRange  # results of attention and feed forward before the norms after them, where there are such
     fed_forward: BufferRange
+    logits: BufferRange  # of experts
 
 
 class FusedDecode:
@@ -315,7 +332,7 @@ class FusedDecode:
                 for number, i in enumerate(self.variants(members, column).values())
                 for stage in self.linear(
                     x,
-                    slab_matrix(self.weights.layers[i].matrices[column]),
+                    used_rows(slab_matrix(self.weights.layers[i].matrices[column]), together=column == GATE_UP),
                     partial(output, c.kinds[i]),
                     inputs,
                     prologue,
@@ -335,7 +352,8 @@ class FusedDecode:
             return ops.glu(between.act, matrix, c.activation, not fits)
 
         # inputs of the down projection that do not fit into workgroup memory are read from global memory
-        fits = self.int8 or routes.fits_shared_memory(c.ffn_dim, shape, False, self.grid, gpu.caps)
+        more = expert_bytes(c, self.int8)
+        fits = self.int8 or routes.fits_shared_memory(c.hidden_width, shape, False, self.grid, gpu.caps, more)
         down_inputs = self.inputs if fits else Inputs.INTERLEAVED
         unused = first.ffn_norm or first.post_ffw_norm
         assert unused is not None
@@ -355,16 +373,35 @@ class FusedDecode:
         def to_x(kind: LayerKind, matrix: Matrix) -> Output:
             return ops.rows(between.fed_forward, matrix) if c.norms_after else ops.sum_to(x, between.mid, matrix, 1)
 
+        def to_logits(kind: LayerKind, matrix: Matrix) -> Output:
+            return ops.rows(between.logits, matrix)
+
+        router: list[Stage] = []
+        gate_up = linear(GATE_UP, between.mid, to_act, self.inputs, self.chosen(norm(first.ffn_norm), chooses=True))
+        if c.experts:  # each workgroup keeps the choice for the down projection, so all run the stage that chooses
+            router = linear(ROUTER, between.mid, to_logits, Inputs.F32, norm(first.ffn_norm))
+            gate_up = [replace(stage, grid=(self.grid.workgroups, 1, 1)) for stage in gate_up]
         return [
-            *linear(0, x, to_qkv, self.inputs, norm(first.attn_norm)),
+            *linear(QKV, x, to_qkv, self.inputs, norm(first.attn_norm)),
             *self.rotate(first, kind, to_q(kind), stored, count, rows),
             Stage(attention.source, attention.bindings, (c.kv_heads, "split_count()", live_rows)),
-            *linear(1, between.partial, to_mid, self.inputs, merge),
+            *linear(ATTN_OUTPUT, between.partial, to_mid, self.inputs, merge),
             *self.norm_after(first.post_attention_norm, count, rows, between.attended, x, between.mid),
-            *linear(2, between.mid, to_act, self.inputs, norm(first.ffn_norm)),
-            *linear(3, between.act, to_x, down_inputs, down),
+            *router,
+            *gate_up,
+            *linear(DOWN, between.act, to_x, down_inputs, self.chosen(down, chooses=False)),
             *self.norm_after(first.post_ffw_norm, count, rows, between.fed_forward, between.mid, x, 1),
         ]
+
+    def chosen(self, prologue: PrologueSpec, chooses: bool) -> PrologueSpec:
+        """The prologue of a stage of the chosen experts, where there are experts: gate and up choose, down does not."""
+        c = self.config
+        if not c.experts:
+            return prologue
+        consts: Consts = {"EXPERTS": c.experts, "USED": c.experts_used, "WHOLE": c.whole_weights, "CHOOSES": chooses}
+        consts |= {"EXPERT_ROWS": 2 * c.ffn_dim} if chooses else {"EXPERT_ROWS": c.dim, "INPUT_WIDTH": c.hidden_width}
+        bindings = dict(prologue.bindings) | {"logits": self.between.logits}
+        return replace(prologue, bindings=bindings, consts=prologue.consts | consts)
 
     def rotate(
         self, first: Layer, kind: LayerKind, buffers: QkvBuffers, stored: KvType, count: int, rows: int
@@ -406,7 +443,7 @@ class FusedDecode:
 
     def variant_key(self, i: int, column: int) -> tuple[object, ...]:
         """By the slabs of the matrix, and of q, k and v by the rotation."""
-        return slab_key(self.weights.layers[i].matrices[column]), self.config.kinds[i].rope if column == 0 else None
+        return slab_key(self.weights.layers[i].matrices[column]), self.config.kinds[i].rope if column == QKV else None
 
     def linear(
         self,
@@ -425,6 +462,7 @@ class FusedDecode:
         busy: list[int] = []
         for shard in matrix.shards:
             shape = shard.shape(rows, inputs, prologue.prologue, output(matrix).epilogue)
+            shape = replace(shape, k=int(prologue.consts.get("INPUT_WIDTH", shape.k)))
             route = routes.fused_linear(shape, self.grid, self.gpu.caps)
             busy.append(min(self.grid.workgroups, self.ops.workgroups(route, shape)))
             ready: Consts = {}
@@ -440,13 +478,15 @@ class FusedDecode:
 
     def layer_table(self, members: Sequence[int]) -> Buffer:
         """The layer table of gpu.fuse: variants and slab indices."""
-        known = [list(self.variants(members, column)) for column in range(4)]
-        rows = [[len(members), 0, 0, 0]]
+        columns = range(len(self.weights.layers[0].matrices))
+        known = [list(self.variants(members, column)) for column in columns]
+        words = [len(members), 0, 0, 0]
         for i in members:
-            variants = [known[column].index(self.variant_key(i, column)) for column in range(4)]
+            variants = [known[column].index(self.variant_key(i, column)) for column in columns]
             slabs = map(slab_index, self.weights.layers[i].matrices)
-            rows.append([variant << 16 | slab for variant, slab in zip(variants, slabs, strict=True)])
-        return self._table(np.array(rows, np.uint32))
+            words += [variant << 16 | slab for variant, slab in zip(variants, slabs, strict=True)]
+            words += [0] * (-len(words) % 4)
+        return self._table(np.array(words, np.uint32))
 
     def _table(self, rows: NDArray[np.uint32]) -> Buffer:
         key = rows.tobytes()

@@ -247,6 +247,7 @@ class Ops:
         sinks: bool = False,
         own_row: bool = False,
         blocks: Inputs = Inputs.INT8,
+        experts: bool = False,
     ) -> tuple[str, ...]:
         """The files of a route's kernel parts, in the order of composition. `blocks`: the kind that it writes."""
         caps = self.gpu.caps
@@ -287,6 +288,8 @@ class Ops:
                 names.append("stage_int8" if "STAGED" in route.consts else "stage_none")
             elif role is Role.TURN:
                 names.append("turn_row" if caps.measured_barrier and not caps.tint else "turn_uniform")
+            elif role is Role.ROWS:
+                names += ["choose_experts", "rows_experts"] if experts else ["rows_plain"]
             elif role is Role.SINKS:
                 names.append("sinks" if sinks else "sinks_none")
             elif role is Role.EXPERT_BIAS:
@@ -392,7 +395,15 @@ class Ops:
                 bindings, epilogue = bindings | {"y": splits.sums}, Epilogue.PARTIAL
             own = () if splits else output.parts
             parts = (
-                *self.parts(route, shard.layout.storage, inputs, prologue.prologue, epilogue, blocks=output.blocks),
+                *self.parts(
+                    route,
+                    shard.layout.storage,
+                    inputs,
+                    prologue.prologue,
+                    epilogue,
+                    blocks=output.blocks,
+                    experts=matrix.experts > 1,
+                ),
                 *own,
                 *prologue.parts,
             )

@@ -84,6 +84,7 @@ class Role(StrEnum):
     BROADCAST = "broadcast"  # texels that all lanes need
     STAGE = "stage"  # inputs through workgroup memory, or not
     TURN = "turn"  # the rows that a workgroup takes in turn
+    ROWS = "rows"  # which rows of the weights a stage multiplies
     KV4 = "kv4"  # the KV cache, 4 dimensions at a time
     KV8 = "kv8"  # the KV cache, 8 dimensions at a time
     KV_RUN = "kv_run"  # the KV cache, 16 bytes at a time
@@ -807,7 +808,7 @@ def fused_linear(s: Linear, grid: GridSize, caps: Caps) -> Route[Linear]:
         lanes *= 2
     prefetch = 2 if s.inputs is not Inputs.INT8 or s.storage.two_bytes else 4
     consts = {"WORKGROUP": grid.invocations, "LANES": lanes, "PREFETCH": prefetch}
-    parts = (*DOT_PARTS, Role.TURN)
+    parts = (*DOT_PARTS, Role.TURN, Role.ROWS)
     return Route("linear_gemv_fused", lambda s, c: is_gemv(s), "a fused stage", row_pair_grid, parts, consts)
 
 
@@ -878,10 +879,13 @@ def fused_max_splits(kv_heads: int, rows: int = 1) -> int:
 MIN_FUSED_BINDINGS = 13  # storage buffers of a fused kernel, if ranges of a buffer share a binding; with Dawn 14
 
 
-def can_fuse(dim: int, ffn_dim: int, attention: Attention, int8: bool, caps: Caps) -> bool:
+def can_fuse(dim: int, hidden: int, attention: Attention, int8: bool, caps: Caps, expert_bytes: int = 0) -> bool:
     """Whether the layers of one token can be one kernel: the inputs of its linears fit into workgroup memory (but the
-    widest, as f32), a binding can begin at any layer, and a kernel may bind enough buffers."""
-    aligned = dim % 64 == 0 and ffn_dim % 64 == 0 and attention.head_dim % 64 == 0
+    widest, as f32), a binding can begin at any layer, and a kernel may bind enough buffers.
+
+    `hidden`: inputs of the down projection; `expert_bytes`: workgroup memory that experts take.
+    """
+    aligned = dim % 64 == 0 and hidden % 32 == 0 and attention.head_dim % 64 == 0
     if (
         not caps.grid_barrier
         or caps.scalar
@@ -890,18 +894,18 @@ def can_fuse(dim: int, ffn_dim: int, attention: Attention, int8: bool, caps: Cap
         or not aligned
     ):
         return False
-    widest = max(dim, attention.heads * attention.head_dim, ffn_dim if int8 else 0)
+    widest = max(dim, attention.heads * attention.head_dim, hidden if int8 else 0)
     return all(
         attention.heads_per_kv * caps.subgroup <= grid.invocations <= caps.invocations
-        and fits_shared_memory(widest, attention, int8, grid, caps)
+        and fits_shared_memory(widest, attention, int8, grid, caps, expert_bytes)
         for grid in grid_sizes(dim, caps)
     )
 
 
-def fits_shared_memory(width: int, attention: Attention, int8: bool, grid: GridSize, caps: Caps) -> bool:
-    """Whether `width` inputs of a linear fit into workgroup memory, as int8 blocks or as f32."""
+def fits_shared_memory(width: int, attention: Attention, int8: bool, grid: GridSize, caps: Caps, more: int = 0) -> bool:
+    """Whether `width` inputs of a linear fit into workgroup memory with `more` bytes, as int8 blocks or as f32."""
     inputs = width * 3 // 2 if int8 else width * 4
-    return inputs + fused_shared_bytes(attention, grid, caps) <= caps.shared_bytes
+    return inputs + fused_shared_bytes(attention, grid, caps) + more <= caps.shared_bytes
 
 
 def fused_shared_bytes(attention: Attention, grid: GridSize, caps: Caps, rows: int = 1) -> int:

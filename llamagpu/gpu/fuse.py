@@ -37,7 +37,7 @@ class Stage:
     source: str
     bindings: Mapping[str, Bindable]
     grid: tuple[int | str, ...]  # x, y, z; a string is a WGSL expression
-    column: int | None = None  # which matrix of a layer: x, y, z or w of its row in the layer table; None: no weights
+    column: int | None = None  # which matrix of a layer, as the layer table counts them; None: no weights
     variant: int = 0  # only layers whose table entry has this variant run the stage
 
 
@@ -57,7 +57,8 @@ def fuse(
     is writable for all and has one type (element_types); where the barrier is not measured it is coherent, and a wait
     ends with a fence; with Tint it is stored in `copies` as well (parts/late_stores.wgsl). `layers` is the layer table:
     the number of layers, then for each layer and column the variant (upper 16 bits) and the slab index of its weights
-    (lower 16 bits). With `by_buffer` ranges of one buffer share a binding, for adapters that allow few.
+    (lower 16 bits), each layer in whole vec4. With `by_buffer` ranges of one buffer share a binding, for adapters that
+    allow few.
     """
     places = Places(stages, caps.binding_bytes if by_buffer else 0)
     types = element_types(stages, places, caps.tint)
@@ -323,6 +324,7 @@ def rename(text: str, names: Mapping[str, str]) -> str:
 def layer_body(stages: Sequence[Stage]) -> str:
     """The calls for one layer. Stages of one column do not read each other's results: one barrier follows them all."""
     text = ""
+    rows = 1 + max((stage.column or 0) // 4 for stage in stages)  # of a layer in the table
     for column, members in groupby(enumerate(stages), _column):
         calls: dict[int, list[str]] = {}
         for number, stage in members:
@@ -331,7 +333,7 @@ def layer_body(stages: Sequence[Stage]) -> str:
         chosen = " else ".join(f"if (entry >> 16u == {variant}u) {{ {run} }}" for variant, run in branches.items())
         body = chosen if len(branches) > 1 else branches[0]
         if isinstance(column, int):
-            entry = f"let entry = layers[i + 1u].{'xyzw'[column]};"
+            entry = f"let entry = layers[{rows}u * i + {1 + column // 4}u].{'xyzw'[column % 4]};"
             body = f"{{\n    {entry}\n    current_slab = entry & 0xFFFFu;\n    {body}\n    }}"
         text += f"    {body}\n    arrive(index);\n"
     return text
