@@ -887,7 +887,7 @@ def functions(source: str) -> dict[str, tuple[list[str], str]]:
 
 def early_reads(source: str, name: str) -> list[str]:
     """Reads of the binding `name` whose index could be known before the wait."""
-    known = functions(source)
+    known, private = functions(source), set(re.findall(r"^var<private> (\w+)", source, re.M))
 
     def opaque(index: str, within: str, depth: int = 0) -> bool:
         params, body = known[within]
@@ -896,6 +896,14 @@ def early_reads(source: str, name: str) -> list[str]:
             return True
         lets = [expression for word in words for expression in re.findall(rf"\b(?:let|var) {word} = ([^;]+);", body)]
         if depth < 9 and any(opaque(expression, within, depth + 1) for expression in lets):
+            return True
+        assigned = [
+            (expression, other)
+            for word in words & private
+            for other, (_, text) in known.items()
+            for expression in re.findall(rf"\b{word} = ([^;]+);", text)
+        ]
+        if depth < 9 and assigned and all(opaque(*each, depth + 1) for each in assigned):
             return True
         calls = []
         if words & set(params):
