@@ -85,7 +85,7 @@ def test_memory_is_that_of_the_file_and_little_more(gpu, monkeypatch, name, mix,
     limits = {"max-buffer-size": 1 << 40}
     monkeypatch.setattr(gpu, "limits", gpu.limits | limits)
     caps = replace(gpu.caps, cpu=False, native_f16=True, grid_barrier=True, subgroup=32, binding_bytes=1 << 31)
-    caps = replace(caps, matrix="")  # whose inputs are another buffer
+    caps = replace(caps, matrix="")  # which have larger chunks
     monkeypatch.setattr(gpu, "caps", caps)
     source, file = file_of(name, mix)
     settings = Settings(precision, KvType.F16, Backend.BUFFERS, chunk=1, context=1024, capacity=1024)
