@@ -136,7 +136,8 @@ def open_model(model: Source) -> ModelSource:
 
 
 def two_layers(config: ModelConfig) -> ModelConfig:
-    return replace(config, layers=2, kinds=config.kinds[:2])
+    """Of different kinds, where a model has such."""
+    return replace(config, layers=2, kinds=(*dict.fromkeys(config.kinds), config.kinds[0])[:2])
 
 
 def model_settings(gpu: ComposingGpu, source: ModelSource) -> list[Settings]:

@@ -16,6 +16,7 @@ from one_sequence import OneSequence, load_one, reserve, token_ids
 from reference import assert_close
 
 from llamagpu.convert.convert import convert, open_source, plan
+from llamagpu.engine.model import BufferModel
 from llamagpu.engine.options import Backend, KvType, Precision
 from llamagpu.engine.step_inputs import Segment
 from llamagpu.files.architectures import ARCHITECTURES, Architecture
@@ -548,14 +549,41 @@ def test_convert(tmp_path: Path, name: str) -> None:
         assert np.allclose(to_f32(tensor), to_f32(original.tensors[name]), rtol=0, atol=1e-6), name
 
 
-FUSED = ("qwen3", "smollm3", "mistral3", "olmo2", "gemma2", "gemma3", "mixtral", "qwen3moe", "granitemoe", "olmoe")
+FUSED = ("qwen3", "smollm3", "mistral3", "olmo2", "olmo3", "gemma2", "gemma3")
+FUSED_EXPERTS = ("mixtral", "qwen3moe", "granitemoe", "olmoe")
+
+
+def fused_kernels(run: OneSequence) -> int:
+    return [dispatch.kernel for dispatch in run.model.plan(1).dispatches].count("fused_layers")
 
 
 @WGPU
-@pytest.mark.parametrize("name", mostly_slow(FUSED, ("qwen3", "qwen3moe")))
+@pytest.mark.parametrize("name", mostly_slow(FUSED + FUSED_EXPERTS, ("qwen3", "qwen3moe")))
 def test_fused_decode(fused_gpu: Any, expected: Any, name: str) -> None:
-    """Architectures with stages or variants of their own in the kernel of all layers."""
+    """Architectures with stages of their own, or layers of several kinds, in the kernel of all layers."""
     path, want = expected(name)
     run = load_one(fused_gpu, path)
-    assert run.model.fused
+    assert run.model.fused and fused_kernels(run) == 1
     check(run, want, LARGEST_NMSE[Precision.HIGH])
+
+
+@WGPU
+@pytest.mark.parametrize("tint", [False, True])
+@pytest.mark.parametrize("name", mostly_slow(FUSED, ("gemma3",)))
+def test_fused_decode_in_several_splits(
+    fused_gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tint: bool
+) -> None:
+    """Layers with a window have two splits where the others have three, then four; unfused decode gives the same."""
+    monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, tint=tint))
+    tiny = MODELS[name]
+    window = {key: 40 for key in tiny.keys if key == "attention.sliding_window"}
+    path = replace(tiny, keys=tiny.keys | window).write(tmp_path / "m.gguf", "Q8_0")
+    mode = dict(context=128, chunk=64, kv_type=KvType.F16, precision=Precision.FAST if tint else Precision.HIGH)
+    fused, unfused = (load_one(fused_gpu, path, **mode) for _ in range(2))
+    assert fused_kernels(fused) == 1 and isinstance(unfused.model, BufferModel)
+    unfused.model.unfuse()
+    for count in (64, 1, 1, 40, 1):
+        ids = token_ids(count, seed=count)
+        got, want = log_probs(fused.logits_after(ids)), log_probs(unfused.logits_after(ids))
+        if count == 1:
+            assert np.square(got - want).sum() < (1e-5 if tint else 1e-10) * np.square(want).sum()

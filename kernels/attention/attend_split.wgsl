@@ -15,6 +15,7 @@ const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 64u;
 const WINDOW: u32 = 0u;  // a token sees the last WINDOW positions, its own included; 0: all
+const BY_LAYER: bool = false;  // layers of a fused kernel have different windows: see layer_kind
 const SCALE: f32 = 1.0;
 const SOFT_CAP: f32 = 0.0;  // scores s become SOFT_CAP tanh(s / SOFT_CAP); 0: they do not
 const SUBGROUP: u32 = 32u;
@@ -54,7 +55,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let lane = index % LANES_PER_POSITION;
   let row_slot = step.row[row_index(workgroup.z)].slot;
   let end = step.row[row_index(workgroup.z)].position + 1u;
-  let begin = select(0u, end - min(WINDOW, end), WINDOW > 0u);
+  let window = select(WINDOW, layer_kind().x, BY_LAYER);
+  let begin = select(0u, end - min(window, end), window > 0u);
   let split_length = (end - begin + workgroups.y - 1u) / workgroups.y;
   let split_end = min(begin + (workgroup.y + 1u) * split_length, end);
   let base = opaque_zero() + (layer() * KV_HEADS + workgroup.x) * step.capacity;

@@ -9,6 +9,7 @@ const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 2u;
 const ROPE_DIMS: u32 = 2u;          // leading dimensions of a head that are rotated
+const BY_LAYER: bool = false;       // layers of a fused kernel have different rotations: see layer_kind
 const QK_NORM: bool = false;
 const ROW_NORM: bool = false;       // the norm is over all heads of a token, with a weight for each row; else over a head
 const EPS: f32 = 1e-5;
@@ -21,7 +22,7 @@ const KV_WIDTH: u32 = KV_HEADS * HEAD_DIM;
 const ROWS: u32 = Q_WIDTH + 2u * KV_WIDTH;
 const WEIGHTS: u32 = select(2u * HEAD_DIM, Q_WIDTH + KV_WIDTH, ROW_NORM);
 @group(0) @binding(0) var<storage, read_write> y: array<vec2<f32>>;  // q [layers or m, HEADS, HEAD_DIM], padded after each layer
-@group(0) @binding(3) var<storage, read> rope: array<vec2<f32>>;     // [positions, ROPE_DIMS / 2] (cos, sin)
+@group(0) @binding(3) var<storage, read> rope: array<vec2<f32>>;     // [positions, ROPE_DIMS / 2] (cos, sin); BY_LAYER: several
 @group(0) @binding(5) var<storage, read> x: array<vec2<f32>>;        // [layers, TOKENS or m, ROWS], padded after each layer
 @group(0) @binding(8) var<uniform> step: Step;
 @group(0) @binding(9) var<storage, read> norm: array<vec2<f32>>;     // [layers, WEIGHTS]: of q, then of k
@@ -40,6 +41,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let token = workgroup.y;
   let row_in = step.row[token];
   let base = opaque_zero() + (layer() * (TOKENS * ROWS + LINE_PADDING) + token * ROWS) / 2u;
+  let rope_dims = select(ROPE_DIMS, layer_kind().y, BY_LAYER);
+  let rope_first = select(0u, layer_kind().z, BY_LAYER) + row_in.position * (ROPE_DIMS / 2u);
   var scale = 1.0;
   if (QK_NORM && first < Q_WIDTH + KV_WIDTH) {
     var squares = 0.0;
@@ -53,8 +56,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     if (r >= Q_WIDTH + KV_WIDTH) { store_pair(token, row_in.cell, r - Q_WIDTH, v); continue; }
     v *= scale;
     if (QK_NORM) { v *= norm_weight(r); }
-    if (dim < ROPE_DIMS) {
-      let turn = rope[row_in.position * (ROPE_DIMS / 2u) + dim / 2u];
+    if (dim < rope_dims) {
+      let turn = rope[rope_first + dim / 2u];
       v = vec2<f32>(v.x * turn.x - v.y * turn.y, v.x * turn.y + v.y * turn.x);
     }
     if (r < Q_WIDTH) {

@@ -10,12 +10,13 @@ const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 2u;   // even
 const ROPE_DIMS: u32 = 2u;  // leading dimensions of a head that are rotated
+const BY_LAYER: bool = false;  // layers of a fused kernel have different rotations: see layer_kind
 const WIDTH: u32 = (HEADS + 2u * KV_HEADS) * HEAD_DIM;
 const BIAS: bool = false;
 const TOKENS: u32 = 1u;
 const ONE_SEGMENT: bool = false;  // all rows belong to one segment: then the rotation does not wait for the row (6 % on an H200 with SmolLM2)
 @group(0) @binding(0) var<storage, read_write> y: array<vec2<f32>>;  // q [layers or m, HEADS, HEAD_DIM], padded after each layer
-@group(0) @binding(3) var<storage, read> rope: array<vec2<f32>>;     // [positions, ROPE_DIMS / 2] (cos, sin)
+@group(0) @binding(3) var<storage, read> rope: array<vec2<f32>>;     // [positions, ROPE_DIMS / 2] (cos, sin); BY_LAYER: several
 @group(0) @binding(4) var<storage, read> bias: array<f32>;
 @group(0) @binding(8) var<uniform> step: Step;
 var<private> prefetched: bool = false;
@@ -28,7 +29,9 @@ fn epilogue_prefetch(token: u32, shard_row: u32) {
   token_row = step.row[token];
   if (ONE_SEGMENT) { token_row.position = step.segment[0].w + token; }
   rotation = vec2<f32>(1.0, 0.0);
-  if (row / HEAD_DIM < HEADS + KV_HEADS && dim < ROPE_DIMS) { rotation = rope[token_row.position * (ROPE_DIMS / 2u) + dim / 2u]; }
+  let rope_dims = select(ROPE_DIMS, layer_kind().y, BY_LAYER);
+  let rope_first = select(0u, layer_kind().z, BY_LAYER) + token_row.position * (ROPE_DIMS / 2u);
+  if (row / HEAD_DIM < HEADS + KV_HEADS && dim < rope_dims) { rotation = rope[rope_first + dim / 2u]; }
   if (BIAS) { let i = slab_index() * WIDTH + row; row_bias = vec2<f32>(bias[i], bias[i + 1u]); }
   prefetched = true;
 }

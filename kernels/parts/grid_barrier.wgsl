@@ -20,7 +20,8 @@ const FENCE: bool = true;
 struct GridBarrier { arrivals: atomic<u32>, timed_out: atomic<u32>, spin_limit: u32 }  // spin_limit: loads of arrivals in one wait
 @group(0) @binding(0) var<storage, read_write> grid_barrier: GridBarrier;
 const LAYER_ROWS: u32 = 1u;
-@group(0) @binding(1) var<uniform> layers: array<vec4<u32>, LAYER_ROWS>;  // [0].x: number of layers; then a row for each layer, see gpu/fuse.py
+const LAYER_VEC4: u32 = 2u;  // of a layer in the table
+@group(0) @binding(1) var<uniform> layers: array<vec4<u32>, LAYER_ROWS>;  // [0].x: number of layers; then each layer, see gpu/fuse.py
 var<private> arrived: bool = false;
 var<private> gave_up: bool = false;  // no wait any more
 var<private> spin_limit: u32;
@@ -30,6 +31,7 @@ var<workgroup> zero_shared: u32;  // opaque zero, see above
 var<private> zero: u32;
 var<private> current_slab: u32;
 fn layer() -> u32 { return layer_index; }
+fn layer_kind() -> vec4<u32> { return layers[LAYER_VEC4 * layer_index + 1u]; }
 fn slab_index() -> u32 { return current_slab; }
 fn row_index(row: u32) -> u32 { return select(0u, row, TOKENS > 1u); }  // of one row: a constant index keeps the load off the critical path
 fn barrier_begin(lanes: u32, index: u32) {  // a driver may use another subgroup size for so large a kernel

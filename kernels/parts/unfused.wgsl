@@ -2,6 +2,7 @@
 // where one of them is called.
 const LINE_PADDING: u32 = 0u;  // words after the row of a layer in an inter-stage buffer
 fn layer() -> u32 { return 0u; }  // index of the layer among those whose buffers are bound
+fn layer_kind() -> vec4<u32> { return vec4<u32>(); }  // what differs between layers: window, rotated dimensions, first pair of the RoPE table
 fn slab_index() -> u32 { return 0u; }  // index of the layer's weights in their slab
 fn wait(index: u32) {}  // waits for the stages before this one
 fn opaque_zero() -> u32 { return 0u; }  // is added to the indices of values that they have stored

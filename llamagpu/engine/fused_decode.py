@@ -8,7 +8,6 @@ keep the line in its own cache.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby, product
 
 import numpy as np
@@ -30,7 +29,7 @@ from llamagpu.engine.options import KvType
 from llamagpu.engine.routes import GridSize, Inputs, Prologue
 from llamagpu.engine.weights import Layer, Matrix, Weights
 from llamagpu.files.config import LayerKind, ModelConfig
-from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer, base_buffer, padded_ranges
+from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer, base_buffer, nbytes, padded_ranges
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.fuse import Stage, storage_bindings
@@ -262,7 +261,10 @@ class FusedDecode:
         return [replace(fill, op="layers")]
 
     def can_bind(self, dispatches: Sequence[Dispatch]) -> bool:
-        return all(storage_bindings(d.source) <= self.gpu.caps.storage_buffers for d in dispatches)
+        """Few enough, and none too large: RoPE tables of layers that differ share one."""
+        caps = self.gpu.caps
+        few = all(storage_bindings(d.source) <= caps.storage_buffers for d in dispatches)
+        return few and all(nbytes(b) <= caps.binding_bytes for d in dispatches for b in d.bindings.values())
 
     def kernels(self, same_storage: bool, rows: int = 1) -> list[Dispatch]:
         """One kernel for each run of layers."""
@@ -291,22 +293,18 @@ class FusedDecode:
             shared = (*layer.norms, caches[i].keys, caches[i].values)
             return *(place_of_layer(buffer, i) for buffer in shared), *own
 
-        def kind(i: int) -> tuple[object, ...]:
-            """What all layers of a kernel have in common: their window, and the rotation unless it is the linear's."""
-            own = self.config.kinds[i]
-            return own.window, own.rope if self.config.rotates_apart else None
-
-        return [list(run) for _, run in groupby(range(len(layers)), lambda i: (bound(i), kind(i)))]
+        return [list(run) for _, run in groupby(range(len(layers)), bound)]
 
     def stages(self, members: list[int], rows: int = 1) -> list[Stage]:
         c, gpu, count, between = self.config, self.gpu, len(members), self.between
         first, cache = self.weights.layers[members[0]], self.cache.layers[members[0]]
-        kind, kv_type = c.kinds[members[0]], self.cache.kv_type
+        kinds, kv_type = {c.kinds[i] for i in members}, self.cache.kv_type
+        kind = kinds.pop() if len(kinds) == 1 else None  # else the layer table has what differs
         keys, values = layer_range(cache.keys, count), layer_range(cache.values, count)
         stride = layer_stride(rows * c.dim)
         x = BufferRange(self.x, members[0] * stride, (count + 1) * stride)
-        splits: Consts = {"WINDOW": kind.window, "MAX_SPLITS": routes.fused_max_splits(c.kv_heads, rows)}
-        splits |= {"TOKENS": rows}
+        splits: Consts = {"MAX_SPLITS": routes.fused_max_splits(c.kv_heads, rows), "TOKENS": rows}
+        splits |= {"BY_LAYER": True} if kind is None else {"WINDOW": kind.window}
         own: Consts = {
             "SUBGROUPS_PER_HEAD": routes.fused_subgroups_per_head(c.heads_per_kv, self.grid, gpu.caps, rows),
             "WORKGROUP": self.grid.invocations,
@@ -323,7 +321,7 @@ class FusedDecode:
         def linear(
             column: int,
             x: AnyBuffer,
-            output: Callable[[LayerKind, Matrix], Output],
+            output: Callable[[Matrix], Output],
             inputs: Inputs,
             prologue: PrologueSpec,
         ) -> list[Stage]:
@@ -333,20 +331,20 @@ class FusedDecode:
                 for stage in self.linear(
                     x,
                     used_rows(slab_matrix(self.weights.layers[i].matrices[column]), together=column == GATE_UP),
-                    partial(output, c.kinds[i]),
+                    output,
                     inputs,
                     prologue,
                     rows,
                 )
             ]
 
-        def to_q(kind: LayerKind) -> QkvBuffers:
-            return QkvBuffers(between.q, keys, values, self.cache.rope(kind), between.kv_rows)
+        rope = self.cache.rope_tables if kind is None else self.cache.rope(kind)
+        to_q = QkvBuffers(between.q, keys, values, rope, between.kv_rows)
 
-        def to_qkv(kind: LayerKind, matrix: Matrix) -> Output:
-            return ops.rows(between.raw, matrix) if c.rotates_apart else ops.qkv(c, kind, matrix, to_q(kind), stored)
+        def to_qkv(matrix: Matrix) -> Output:
+            return ops.rows(between.raw, matrix) if c.rotates_apart else ops.qkv(c, kind, matrix, to_q, stored)
 
-        def to_act(kind: LayerKind, matrix: Matrix) -> Output:
+        def to_act(matrix: Matrix) -> Output:
             if rows > 1:
                 return ops.glu_int8(between.act, matrix, c.activation, persistent=True)
             return ops.glu(between.act, matrix, c.activation, not fits)
@@ -365,15 +363,16 @@ class FusedDecode:
                 return copy
             return PrologueSpec(Prologue.NORM, {"norm": layer_range(weight, count)}, {"EPS": c.stream_eps})
 
+        split_count = f"splits_of({'layer_kind().x' if kind is None else f'{kind.window}u'})"
         live_rows: int | str = "step.rows" if rows > 1 else 1
 
-        def to_mid(kind: LayerKind, matrix: Matrix) -> Output:
+        def to_mid(matrix: Matrix) -> Output:
             return ops.rows(between.attended, matrix) if c.norms_after else ops.sum_to(between.mid, x, matrix)
 
-        def to_x(kind: LayerKind, matrix: Matrix) -> Output:
+        def to_x(matrix: Matrix) -> Output:
             return ops.rows(between.fed_forward, matrix) if c.norms_after else ops.sum_to(x, between.mid, matrix, 1)
 
-        def to_logits(kind: LayerKind, matrix: Matrix) -> Output:
+        def to_logits(matrix: Matrix) -> Output:
             return ops.rows(between.logits, matrix)
 
         router: list[Stage] = []
@@ -383,8 +382,8 @@ class FusedDecode:
             gate_up = [replace(stage, grid=(self.grid.workgroups, 1, 1)) for stage in gate_up]
         return [
             *linear(QKV, x, to_qkv, self.inputs, norm(first.attn_norm)),
-            *self.rotate(first, kind, to_q(kind), stored, count, rows),
-            Stage(attention.source, attention.bindings, (c.kv_heads, "split_count()", live_rows)),
+            *self.rotate(first, kind, to_q, stored, count, rows),
+            Stage(attention.source, attention.bindings, (c.kv_heads, split_count, live_rows)),
             *linear(ATTN_OUTPUT, between.partial, to_mid, self.inputs, merge),
             *self.norm_after(first.post_attention_norm, count, rows, between.attended, x, between.mid),
             *router,
@@ -404,7 +403,7 @@ class FusedDecode:
         return replace(prologue, bindings=bindings, consts=prologue.consts | consts)
 
     def rotate(
-        self, first: Layer, kind: LayerKind, buffers: QkvBuffers, stored: KvType, count: int, rows: int
+        self, first: Layer, kind: LayerKind | None, buffers: QkvBuffers, stored: KvType, count: int, rows: int
     ) -> list[Stage]:
         """From q, k and v of `count` layers to rotated queries and the KV cache, where the linear does not do it."""
         c = self.config
@@ -435,15 +434,11 @@ class FusedDecode:
         return [Stage(one.source, one.bindings, ("step.rows" if rows > 1 else 1, 1, 1))]
 
     def variants(self, members: Sequence[int], column: int) -> dict[tuple[object, ...], int]:
-        """A layer for each of the distinct matrices of a column, by variant_key."""
+        """A layer for each of the distinct matrices of a column, by slab_key."""
         found: dict[tuple[object, ...], int] = {}
         for i in members:
-            found.setdefault(self.variant_key(i, column), i)
+            found.setdefault(slab_key(self.weights.layers[i].matrices[column]), i)
         return found
-
-    def variant_key(self, i: int, column: int) -> tuple[object, ...]:
-        """By the slabs of the matrix, and of q, k and v by the rotation."""
-        return slab_key(self.weights.layers[i].matrices[column]), self.config.kinds[i].rope if column == QKV else None
 
     def linear(
         self,
@@ -477,14 +472,15 @@ class FusedDecode:
         return found
 
     def layer_table(self, members: Sequence[int]) -> Buffer:
-        """The layer table of gpu.fuse: variants and slab indices."""
+        """The layer table of gpu.fuse: layer_kind() (kernels/parts/unfused.wgsl), then variants and slab indices."""
         columns = range(len(self.weights.layers[0].matrices))
         known = [list(self.variants(members, column)) for column in columns]
         words = [len(members), 0, 0, 0]
         for i in members:
-            variants = [known[column].index(self.variant_key(i, column)) for column in columns]
-            slabs = map(slab_index, self.weights.layers[i].matrices)
-            words += [variant << 16 | slab for variant, slab in zip(variants, slabs, strict=True)]
+            kind, matrices = self.config.kinds[i], self.weights.layers[i].matrices
+            words += [kind.window, ops.rope_dims(self.config, kind), self.cache.rope(kind).offset // 8, 0]
+            variants = [keys.index(slab_key(matrix)) for keys, matrix in zip(known, matrices, strict=True)]
+            words += [variant << 16 | slab_index(m) for variant, m in zip(variants, matrices, strict=True)]
             words += [0] * (-len(words) % 4)
         return self._table(np.array(words, np.uint32))
 

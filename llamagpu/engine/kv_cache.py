@@ -18,7 +18,7 @@ from llamagpu.engine.page_table import PageTable
 from llamagpu.engine.pages import PAGE, PagePool
 from llamagpu.engine.sequence import Sequence
 from llamagpu.errors import DoesNotFit
-from llamagpu.files.config import LayerKind, ModelConfig, Rope, rope_table
+from llamagpu.files.config import LayerKind, ModelConfig, rope_table
 from llamagpu.gpu.buffers import ALIGN, TEXEL_BYTES, Bindable, Buffer, BufferRange, Texture, padded_ranges
 from llamagpu.gpu.device import Gpu, Texels
 from llamagpu.gpu.recorder import Plan, Recorder, Step
@@ -55,17 +55,21 @@ class KvCache(ABC):
         self.check_positions()
         self._allocate()
         self.table = PageTable(gpu, settings.slots, self.positions, self.capacity)
-        self.ropes: dict[Rope, Buffer] = {}  # [positions, rope_dims/2] (cos, sin)
-        for rope in config.ropes:
-            self.ropes[rope] = gpu.zeros(4 * self.positions * config.rope_dims, "rope")
-            if not gpu.dry:
-                gpu.write(self.ropes[rope], rope_table(config, freq_factors, self.positions, rope))
+        size = 4 * self.positions * config.rope_dims
+        stride = -(-size // ALIGN) * ALIGN
+        self.rope_tables = gpu.zeros((len(config.ropes) - 1) * stride + size, "rope")
+        self.ropes = {  # [positions, rope_dims/2] (cos, sin)
+            rope: BufferRange(self.rope_tables, i * stride, size) for i, rope in enumerate(config.ropes)
+        }
+        if not gpu.dry:
+            for rope, table in self.ropes.items():
+                gpu.write(table, rope_table(config, freq_factors, self.positions, rope))
 
     @property
     def kv_type(self) -> KvType:
         return self.settings.kv_type
 
-    def rope(self, kind: LayerKind) -> Buffer:
+    def rope(self, kind: LayerKind) -> BufferRange:
         """The RoPE table of a layer; any one for a layer that does not rotate, since a kernel binds one."""
         return self.ropes.get(kind.rope) or next(iter(self.ropes.values()))
 
@@ -76,7 +80,7 @@ class KvCache(ABC):
 
     def resources(self) -> list[Bindable]:
         """Every buffer and texture, once."""
-        return [*self._storage(), *self.ropes.values(), self.table.buffer]
+        return [*self._storage(), self.rope_tables, self.table.buffer]
 
     def check_positions(self) -> None:
         """Refuse more positions than the adapter's kernels can look back over, or than fit a RoPE table."""

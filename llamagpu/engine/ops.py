@@ -167,7 +167,7 @@ class QkvBuffers:
     q: AnyBuffer  # [m, heads, head_dim]
     keys: AnyBuffer  # the KV cache of a layer
     values: AnyBuffer
-    rope: Buffer
+    rope: AnyBuffer
     kv_rows: AnyBuffer | None = None  # [m, keys and values, kv_heads, head_dim] f32, to be quantised for a q8_0 cache
 
     def bindings(self, kv_type: KvType) -> dict[str, Bindable]:
@@ -180,7 +180,7 @@ class QkvBuffers:
 
 def qkv(
     config: ModelConfig,
-    kind: LayerKind,
+    kind: LayerKind | None,
     matrix: Matrix,
     buffers: QkvBuffers,
     kv_type: KvType,
@@ -191,8 +191,10 @@ def qkv(
     return Output(Epilogue.QKV, buffers.bindings(kv_type), consts, (f"kv_store_{kv_type}",))
 
 
-def qkv_consts(config: ModelConfig, kind: LayerKind) -> Consts:
-    return head_consts(config) | {"ROPE_DIMS": rope_dims(config, kind)}
+def qkv_consts(config: ModelConfig, kind: LayerKind | None) -> Consts:
+    """Of a layer of this kind; None: of a fused kernel whose layers differ."""
+    by_layer: Consts = {"ROPE_DIMS": config.rope_dims, "BY_LAYER": True}
+    return head_consts(config) | (by_layer if kind is None else {"ROPE_DIMS": rope_dims(config, kind)})
 
 
 def rope_dims(config: ModelConfig, kind: LayerKind) -> int:
@@ -647,7 +649,7 @@ class Ops:
     def rotate(
         self,
         config: ModelConfig,
-        kind: LayerKind,
+        kind: LayerKind | None,
         x: AnyBuffer,
         norm: Bindable | None,
         buffers: QkvBuffers,
@@ -667,7 +669,7 @@ class Ops:
     def _rotate(
         self,
         config: ModelConfig,
-        kind: LayerKind,
+        kind: LayerKind | None,
         bindings: Mapping[str, Bindable],
         m: int,
         route: Route[Attention],

@@ -56,9 +56,9 @@ def fuse(
     The names of a stage get its number. Bindings, structs and workgroup memory are declared once. What any stage writes
     is writable for all and has one type (element_types); where the barrier is not measured it is coherent, and a wait
     ends with a fence; with Tint it is stored in `copies` as well (parts/late_stores.wgsl). `layers` is the layer table:
-    the number of layers, then for each layer and column the variant (upper 16 bits) and the slab index of its weights
-    (lower 16 bits), each layer in whole vec4. With `by_buffer` ranges of one buffer share a binding, for adapters that
-    allow few.
+    the number of layers, then for each layer its layer_kind(), and for each column the variant (upper 16 bits) and the
+    slab index of its weights (lower 16 bits), in whole vec4. With `by_buffer` ranges of one buffer share a binding, for
+    adapters that allow few.
     """
     places = Places(stages, caps.binding_bytes if by_buffer else 0)
     types = element_types(stages, places, caps.tint)
@@ -68,6 +68,7 @@ def fuse(
     safe = not caps.measured_barrier
     consts: dict[str, Const] = {"WORKGROUPS": workgroups, "SUBGROUP": caps.subgroup, "FENCE": safe}
     consts |= {"LAYER_ROWS": layers.size // 16, "TOKENS": rows}
+    consts |= {"LAYER_VEC4": 2 + max((stage.column or 0) // 4 for stage in stages)}
     structs: dict[str, str] = {}  # name of a struct, by its fields: stages that share a binding share its type
     texts = [compose("grid_barrier", (), consts)]
     if caps.tint:
@@ -114,8 +115,12 @@ def fuse(
         entry = ENTRY_POINT.search(text)
         assert entry, "a kernel has an entry point"
         arguments = ", ".join(BUILTINS[builtin] for builtin in re.findall(r"@builtin\((\w+)\)", entry[1]))
-        text = text.replace(entry[0], "fn main(" + re.sub(r"@builtin\(\w+\) ", "", entry[1]) + ") {")
-        text += stage_function(f"main({arguments});", stage, workgroups, strides_itself="wait(" in text)
+        parameters = re.sub(r"@builtin\(\w+\) ", "", entry[1])
+        text = text.replace(entry[0], f"fn main(layer_number: u32, {parameters}) {{")
+        text += stage_function(f"main(layer_number, {arguments});", stage, workgroups, strides_itself="wait(" in text)
+        # by a parameter: a private variable would make the control flow around barriers non-uniform
+        before, main, after = text.partition("fn main(")
+        text = before + main + after.replace("layer_kind()", "layers[LAYER_VEC4 * layer_number + 1u]")
         renamed["stage"] = f"stage_{number}"
         assert not fields & set(renamed), f"struct fields that have the name of something else: {fields & set(renamed)}"
         texts.append(rename(text, renamed))
@@ -324,16 +329,15 @@ def rename(text: str, names: Mapping[str, str]) -> str:
 def layer_body(stages: Sequence[Stage]) -> str:
     """The calls for one layer. Stages of one column do not read each other's results: one barrier follows them all."""
     text = ""
-    rows = 1 + max((stage.column or 0) // 4 for stage in stages)  # of a layer in the table
     for column, members in groupby(enumerate(stages), _column):
         calls: dict[int, list[str]] = {}
         for number, stage in members:
-            calls.setdefault(stage.variant, []).append(f"stage_{number}(workgroup.x, index);")
+            calls.setdefault(stage.variant, []).append(f"stage_{number}(workgroup.x, index, i);")
         branches = {variant: " workgroupBarrier(); ".join(run) for variant, run in calls.items()}
         chosen = " else ".join(f"if (entry >> 16u == {variant}u) {{ {run} }}" for variant, run in branches.items())
         body = chosen if len(branches) > 1 else branches[0]
         if isinstance(column, int):
-            entry = f"let entry = layers[{rows}u * i + {1 + column // 4}u].{'xyzw'[column % 4]};"
+            entry = f"let entry = layers[LAYER_VEC4 * i + {2 + column // 4}u].{'xyzw'[column % 4]};"
             body = f"{{\n    {entry}\n    current_slab = entry & 0xFFFFu;\n    {body}\n    }}"
         text += f"    {body}\n    arrive(index);\n"
     return text
@@ -347,7 +351,7 @@ def _column(numbered: tuple[int, Stage]) -> int | str:
 def stage_function(main: str, stage: Stage, workgroups: int, strides_itself: bool) -> str:
     """A WGSL function that does one workgroup's share of the stage."""
     x, y, z = (f"{count}u" if isinstance(count, int) else count for count in stage.grid)
-    head = f"\nfn stage(number: u32, index: u32) {{\n  let all = vec3<u32>({x}, {y}, {z});\n"
+    head = f"\nfn stage(number: u32, index: u32, layer_number: u32) {{\n  let all = vec3<u32>({x}, {y}, {z});\n"
     if strides_itself:
         return head + (
             f"  let grid = vec3<u32>(min(all.x * all.y * all.z, {workgroups}u), 1u, 1u);\n"
