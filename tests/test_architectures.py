@@ -14,8 +14,10 @@ from hf_builder import hf_folder
 from llama_cpp_peer import LlamaCpp
 from one_sequence import OneSequence, load_one, reserve, token_ids
 from reference import assert_close
+from test_fused_decode import fused_of, late_reads
 
 from llamagpu.convert.convert import convert, open_source, plan
+from llamagpu.engine import fused_decode
 from llamagpu.engine.model import BufferModel
 from llamagpu.engine.options import Backend, KvType, Precision
 from llamagpu.engine.step_inputs import Segment
@@ -565,6 +567,24 @@ def test_fused_decode(fused_gpu: Any, expected: Any, name: str) -> None:
     run = load_one(fused_gpu, path)
     assert run.model.fused and fused_kernels(run) == 1
     check(run, want, LARGEST_NMSE[Precision.HIGH])
+
+
+@WGPU
+def test_fused_decode_in_several_kernels(fused_gpu: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer of each kernel finds the residual stream that the last one of the kernel before has stored."""
+    path, want = expected("gemma3")
+    monkeypatch.setattr(fused_decode, "place_of_layer", lambda buffer, layer: (layer // 3, 0))
+    run = load_one(fused_gpu, path)
+    assert run.model.fused and fused_kernels(run) == 3
+    check(run, want, LARGEST_NMSE[Precision.HIGH])
+
+
+@WGPU
+def test_nothing_is_read_before_the_wait_is_over(fused_gpu: Any, expected: Any) -> None:
+    stages = fused_of(load_one(fused_gpu, expected("gemma3")[0])).stages(list(range(7)))
+    assert (
+        late_reads(stages) == 13
+    )  # branch, mid | raw | q, keys, values | partial, stats | branch, x | act | branch, mid
 
 
 @WGPU

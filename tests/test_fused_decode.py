@@ -30,7 +30,7 @@ from llamagpu.errors import BadArgument, BadFile
 from llamagpu.files.storage import Storage
 from llamagpu.gpu import device
 from llamagpu.gpu import fuse as fuse_module
-from llamagpu.gpu.buffers import BufferRange, nbytes
+from llamagpu.gpu.buffers import BufferRange
 from llamagpu.gpu.caps import barrier_is_measured, grid_barrier_allowed
 from llamagpu.gpu.device import Dispatch
 from llamagpu.gpu.fuse import BOUND, Stage, fuse, identity, storage_bindings
@@ -700,11 +700,11 @@ def test_ranges_of_a_buffer_share_a_binding_where_bindings_are_few(fused_gpu, tm
     assert not fused.probe(run.engine.recorder)
 
 
-def test_a_binding_that_is_too_large(fused_gpu, tmp_path, monkeypatch):
+def test_rope_tables_that_are_too_large_for_a_binding(fused_gpu, tmp_path, monkeypatch):
+    """A kernel of layers that differ binds them all; the context is checked for one of them only."""
     fused = fused_of(load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE)))
-    dispatches = fused.dispatches()
-    largest = max(nbytes(binding) for dispatch in dispatches for binding in dispatch.bindings.values())
-    for most, fits in ((largest, True), (largest - 1, False)):
+    dispatches, size = fused.dispatches(), fused.cache.rope_tables.size
+    for most, fits in ((size, True), (size - 1, False)):
         monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, binding_bytes=most))
         assert fused.can_bind(dispatches) == fits
 

@@ -27,18 +27,21 @@ var<private> gave_up: bool = false;  // no wait any more
 var<private> spin_limit: u32;
 var<private> goal: u32;  // arrivals at which the wait is over
 var<private> layer_index: u32;
+var<private> workgroup_number: u32;
 var<workgroup> zero_shared: u32;  // opaque zero, see above
 var<private> zero: u32;
 var<private> current_slab: u32;
 fn layer() -> u32 { return layer_index; }
 fn layer_kind() -> vec4<u32> { return layers[LAYER_VEC4 * layer_index + 1u]; }
 fn slab_index() -> u32 { return current_slab; }
+fn first_workgroup() -> bool { return workgroup_number == 0u; }
 fn row_index(row: u32) -> u32 { return select(0u, row, TOKENS > 1u); }  // of one row: a constant index keeps the load off the critical path
-fn barrier_begin(lanes: u32, index: u32) {  // a driver may use another subgroup size for so large a kernel
+fn barrier_begin(lanes: u32, workgroup: u32, index: u32) {  // a driver may use another subgroup size for so large a kernel
   let present = countOneBits(subgroupBallot(true));
   if (lanes != SUBGROUP || present.x + present.y + present.z + present.w != SUBGROUP) { atomicStore(&grid_barrier.timed_out, 1u); }
   if (index == 0u) { gave_up = atomicLoad(&grid_barrier.timed_out) != 0u; }
   spin_limit = grid_barrier.spin_limit;
+  workgroup_number = workgroup;
 }
 fn arrive(index: u32) {
   storageBarrier();

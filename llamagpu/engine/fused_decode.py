@@ -29,7 +29,7 @@ from llamagpu.engine.options import KvType
 from llamagpu.engine.routes import GridSize, Inputs, Prologue
 from llamagpu.engine.weights import Layer, Matrix, Weights
 from llamagpu.files.config import LayerKind, ModelConfig
-from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer, base_buffer, nbytes, padded_ranges
+from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer, base_buffer, padded_ranges
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.fuse import Stage, storage_bindings
@@ -47,11 +47,11 @@ LITMUS_LAYERS = 32  # grid barriers across which the litmus test passes values
 def can_fuse(config: ModelConfig, caps: Caps, int8: bool, kv_type: KvType) -> bool:
     """Whether the adapter and the shapes allow fused decode; the probe and the weights decide the rest.
 
-    Attention has no sinks here, a router an even number of rows, and with Tint attention cannot store the row's own key
-    and value in an f32 KV cache.
+    Attention has no sinks here, a router an even number of rows, no norm is before experts and after attention, and with
+    Tint attention cannot store the row's own key and value in an f32 KV cache.
     """
     c = config
-    if c.sinks or c.experts % 2 or (caps.tint and kv_type is KvType.F32):
+    if c.sinks or c.experts % 2 or (c.experts and c.norms_after) or (caps.tint and kv_type is KvType.F32):
         return False
     return routes.can_fuse(c.dim, c.hidden_width, attention_shape(c, 1), int8, caps, expert_bytes(c, int8))
 
@@ -261,10 +261,10 @@ class FusedDecode:
         return [replace(fill, op="layers")]
 
     def can_bind(self, dispatches: Sequence[Dispatch]) -> bool:
-        """Few enough, and none too large: RoPE tables of layers that differ share one."""
+        """Whether the bindings are few enough, and that of all RoPE tables is not too large."""
         caps = self.gpu.caps
         few = all(storage_bindings(d.source) <= caps.storage_buffers for d in dispatches)
-        return few and all(nbytes(b) <= caps.binding_bytes for d in dispatches for b in d.bindings.values())
+        return few and self.cache.rope_tables.size <= caps.binding_bytes
 
     def kernels(self, same_storage: bool, rows: int = 1) -> list[Dispatch]:
         """One kernel for each run of layers."""
@@ -363,6 +363,17 @@ class FusedDecode:
                 return copy
             return PrologueSpec(Prologue.NORM, {"norm": layer_range(weight, count)}, {"EPS": c.stream_eps})
 
+        def sum_norm(
+            after: Bindable | None, residual: AnyBuffer, stream: AnyBuffer, weight: Bindable | None, before: bool
+        ) -> PrologueSpec:
+            """`norm` of the residual stream; with a norm after the branch also the sum of both."""
+            own = norm(weight)
+            if after is None:
+                return own
+            bindings = dict(own.bindings) | {"residual": residual, "after": layer_range(after, count), "stream": stream}
+            consts = own.consts | {"AFTER_EPS": c.norm_eps, "BEFORE": before}
+            return PrologueSpec(Prologue.SUM_NORM, bindings, consts)
+
         split_count = f"splits_of({'layer_kind().x' if kind is None else f'{kind.window}u'})"
         live_rows: int | str = "step.rows" if rows > 1 else 1
 
@@ -375,21 +386,22 @@ class FusedDecode:
         def to_logits(matrix: Matrix) -> Output:
             return ops.rows(between.logits, matrix)
 
-        router: list[Stage] = []
-        gate_up = linear(GATE_UP, between.mid, to_act, self.inputs, self.chosen(norm(first.ffn_norm), chooses=True))
+        attention_inputs = sum_norm(first.post_ffw_norm, between.mid, x, first.attn_norm, before=True)
+        ffn_inputs = sum_norm(first.post_attention_norm, x, between.mid, first.ffn_norm, before=False)
+        ffn_x, router = between.attended if c.norms_after else between.mid, list[Stage]()
+        gate_up = linear(GATE_UP, ffn_x, to_act, self.inputs, self.chosen(ffn_inputs, chooses=True))
         if c.experts:  # each workgroup keeps the choice for the down projection, so all run the stage that chooses
-            router = linear(ROUTER, between.mid, to_logits, Inputs.F32, norm(first.ffn_norm))
+            router = linear(ROUTER, ffn_x, to_logits, Inputs.F32, ffn_inputs)
             gate_up = [replace(stage, grid=(self.grid.workgroups, 1, 1)) for stage in gate_up]
         return [
-            *linear(QKV, x, to_qkv, self.inputs, norm(first.attn_norm)),
+            *linear(QKV, between.fed_forward if c.norms_after else x, to_qkv, self.inputs, attention_inputs),
             *self.rotate(first, kind, to_q, stored, count, rows),
             Stage(attention.source, attention.bindings, (c.kv_heads, split_count, live_rows)),
             *linear(ATTN_OUTPUT, between.partial, to_mid, self.inputs, merge),
-            *self.norm_after(first.post_attention_norm, count, rows, between.attended, x, between.mid),
             *router,
             *gate_up,
             *linear(DOWN, between.act, to_x, down_inputs, self.chosen(down, chooses=False)),
-            *self.norm_after(first.post_ffw_norm, count, rows, between.fed_forward, between.mid, x, 1),
+            *self.norm_after(first.post_ffw_norm, count, between.fed_forward, between.mid, x),
         ]
 
     def chosen(self, prologue: PrologueSpec, chooses: bool) -> PrologueSpec:
@@ -416,22 +428,15 @@ class FusedDecode:
         return [Stage(one.source, one.bindings, (units, "step.rows" if rows > 1 else 1, 1))]
 
     def norm_after(
-        self,
-        norm: Bindable | None,
-        count: int,
-        rows: int,
-        branch: AnyBuffer,
-        stream: AnyBuffer,
-        y: AnyBuffer,
-        layer_offset: int = 0,
+        self, norm: Bindable | None, count: int, branch: AnyBuffer, stream: AnyBuffer, y: AnyBuffer
     ) -> list[Stage]:
-        """y = stream + the normalised branch, where an architecture has such a norm."""
+        """y = stream + the normalised branch after the last layer, where the prologue of the next one would do it."""
         if norm is None:
             return []
         route = replace(routes.SUM_NORM, consts={"WORKGROUP": self.grid.invocations})
-        consts: Consts = {"EPS": self.config.norm_eps, "LAYER_OFFSET": layer_offset, "TOKENS": rows}
+        consts: Consts = {"EPS": self.config.norm_eps, "LAYER_OFFSET": 1}
         one = self.ops.sum_norm(branch, layer_range(norm, count), stream, y, self.config.dim, consts, route)
-        return [Stage(one.source, one.bindings, ("step.rows" if rows > 1 else 1, 1, 1))]
+        return [Stage(one.source, one.bindings, (1, 1, 1), last=True)]
 
     def variants(self, members: Sequence[int], column: int) -> dict[tuple[object, ...], int]:
         """A layer for each of the distinct matrices of a column, by slab_key."""

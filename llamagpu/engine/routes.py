@@ -34,6 +34,7 @@ class Prologue(StrEnum):
 
     NONE = "none"
     NORM = "norm"  # rms_norm
+    SUM_NORM = "sum_norm"  # the residual stream after a norm, then rms_norm
     MERGE = "merge"  # merges the splits of attention
 
 

@@ -39,6 +39,7 @@ class Stage:
     grid: tuple[int | str, ...]  # x, y, z; a string is a WGSL expression
     column: int | None = None  # which matrix of a layer, as the layer table counts them; None: no weights
     variant: int = 0  # only layers whose table entry has this variant run the stage
+    last: bool = False  # only the last layer of the kernel runs the stage
 
 
 def fuse(
@@ -131,7 +132,7 @@ def fuse(
     texts.append(
         f"@compute @workgroup_size({size[1]})\n"
         "fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) index: u32,\n"
-        "        @builtin(subgroup_size) lanes: u32) {\n  barrier_begin(lanes, index);\n"
+        "        @builtin(subgroup_size) lanes: u32) {\n  barrier_begin(lanes, workgroup.x, index);\n"
         f"  for (var i = 0u; i < layers[0].x; i++) {{\n    layer_index = i;\n{layer_body(stages)}  }}\n}}\n"
     )
     return "\n".join(texts), bindings
@@ -339,7 +340,8 @@ def layer_body(stages: Sequence[Stage]) -> str:
         if isinstance(column, int):
             entry = f"let entry = layers[LAYER_VEC4 * i + {2 + column // 4}u].{'xyzw'[column % 4]};"
             body = f"{{\n    {entry}\n    current_slab = entry & 0xFFFFu;\n    {body}\n    }}"
-        text += f"    {body}\n    arrive(index);\n"
+        call = f"    {body}\n    arrive(index);\n"
+        text += f"    if (i + 1u == layers[0].x) {{\n{call}    }}\n" if stage.last else call
     return text
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -80,7 +81,7 @@ INPUT_MODES: dict[InputMode, int] = {  # k must be a multiple of the value
 }
 INTERLEAVED = (Inputs.INTERLEAVED, Prologue.NONE)
 STAGE_MODES = (
-    *((inputs, prologue) for inputs in (Inputs.INT8, Inputs.F32) for prologue in (Prologue.NORM, Prologue.MERGE)),
+    *product((Inputs.INT8, Inputs.F32), (Prologue.NORM, Prologue.SUM_NORM, Prologue.MERGE)),
     INTERLEAVED,
 )
 STAGES = (

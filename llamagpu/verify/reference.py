@@ -271,6 +271,14 @@ def linear_inputs(
         weight = random("norm").uniform(0.5, 2.0, k).astype(np.float32)
         spec = PrologueSpec(prologue, {"norm": gpu.upload(weight, "norm")}, {"EPS": EPS})
         return LinearInputs(gpu.upload(x, "x"), _as_seen(rms_norm(x, weight, EPS), inputs), inputs, spec)
+    if prologue is Prologue.SUM_NORM:
+        after, weight = random("norms").uniform(0.5, 2.0, (2, k)).astype(np.float32)
+        residual = random("residual").standard_normal(k).astype(np.float32)
+        bound = {"residual": residual, "after": after, "norm": weight, "stream": np.zeros_like(residual)}
+        named = {name: gpu.upload(values, name) for name, values in bound.items()}
+        spec = PrologueSpec(prologue, named, {"EPS": EPS, "AFTER_EPS": 2 * EPS})
+        values = rms_norm(residual + rms_norm(x, after, 2 * EPS), weight, EPS)
+        return LinearInputs(gpu.upload(x, "x"), _as_seen(values, inputs), inputs, spec)
     if inputs is Inputs.INT8:
         blocks = quantise_blocks(x)
         return LinearInputs(gpu.upload(block_planes(blocks), "x"), dequantise_blocks(blocks), inputs)
