@@ -14,14 +14,14 @@ from hf_builder import hf_folder
 from llama_cpp_peer import LlamaCpp
 from one_sequence import OneSequence, load_one, reserve, token_ids
 from reference import assert_close
-from test_fused_decode import fused_of, late_reads
+from test_fused_decode import drop_stores, fused_of, late_reads
 
 from llamagpu.convert.convert import convert, open_source, plan
 from llamagpu.engine import fused_decode
 from llamagpu.engine.model import BufferModel
 from llamagpu.engine.options import Backend, KvType, Precision
 from llamagpu.engine.step_inputs import Segment
-from llamagpu.files.architectures import ARCHITECTURES, Architecture
+from llamagpu.files.architectures import ARCHITECTURES, Architecture, QkNorm
 from llamagpu.files.config import FREQ_FACTORS, ModelConfig, used_shapes
 from llamagpu.files.gguf_file import GgufFile, RawTensor
 from llamagpu.files.repack import to_f32
@@ -570,6 +570,15 @@ def test_fused_decode(fused_gpu: Any, expected: Any, name: str) -> None:
 
 
 @WGPU
+def test_fused_decode_with_a_q8_0_cache(fused_gpu: Any, expected: Any) -> None:
+    """Attention normalises, rotates and quantises the row's own key."""
+    path, want = expected("qwen3")
+    run = load_one(fused_gpu, path, kv_type=KvType.Q8_0)
+    assert fused_kernels(run) == 1 and len(fused_of(run).stages([0, 1])) == 5
+    check(run, want, LARGEST_NMSE[Precision.FAST])
+
+
+@WGPU
 def test_fused_decode_in_several_kernels(fused_gpu: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer of each kernel finds the residual stream that the last one of the kernel before has stored."""
     path, want = expected("gemma3")
@@ -580,11 +589,25 @@ def test_fused_decode_in_several_kernels(fused_gpu: Any, expected: Any, monkeypa
 
 
 @WGPU
-def test_nothing_is_read_before_the_wait_is_over(fused_gpu: Any, expected: Any) -> None:
-    stages = fused_of(load_one(fused_gpu, expected("gemma3")[0])).stages(list(range(7)))
-    assert (
-        late_reads(stages) == 13
-    )  # branch, mid | raw | q, keys, values | partial, stats | branch, x | act | branch, mid
+def test_with_tint_what_is_late_comes_from_its_copy(
+    fused_gpu: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the stages of a model with QK norm and norms after attention and feed forward."""
+    path, want = expected("gemma3", "Q8_0")
+    dropped = drop_stores(monkeypatch)
+    monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, tint=True, storage_buffers=16))
+    run = load_one(fused_gpu, path, precision=Precision.FAST, kv_type=KvType.F16)
+    assert run.model.fused and {"y", "stats", "kv_rows", "stream"} <= set(dropped)
+    check(run, want, LARGEST_NMSE[Precision.FAST])
+
+
+@WGPU
+@pytest.mark.parametrize("kv_type", [KvType.F32, KvType.F16])
+def test_nothing_is_read_before_the_wait_is_over(fused_gpu: Any, expected: Any, kv_type: KvType) -> None:
+    """`rotate` is a stage with an f32 cache only; attention writes what it reads of an f16 cache."""
+    stages = fused_of(load_one(fused_gpu, expected("gemma3")[0], kv_type=kv_type)).stages(list(range(7)))
+    more = 3 if kv_type is KvType.F32 else 1  # raw | keys, values; or the row's own of raw
+    assert late_reads(stages) == 10 + more  # branch, mid | q or raw | partial, stats | branch, x | act | branch, mid
 
 
 @WGPU
@@ -601,6 +624,9 @@ def test_fused_decode_in_several_splits(
     mode = dict(context=128, chunk=64, kv_type=KvType.F16, precision=Precision.FAST if tint else Precision.HIGH)
     fused, unfused = (load_one(fused_gpu, path, **mode) for _ in range(2))
     assert fused_kernels(fused) == 1 and isinstance(unfused.model, BufferModel)
+    config = fused.engine.config  # a norm of all heads is a stage, and one after the last layer
+    more = (config.qk_norm is QkNorm.ROW) + config.norms_after
+    assert len(fused_of(fused).stages(list(range(config.layers)))) == 5 + more
     unfused.model.unfuse()
     for count in (64, 1, 1, 40, 1):
         ids = token_ids(count, seed=count)

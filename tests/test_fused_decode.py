@@ -728,18 +728,26 @@ def test_with_tint(fused_gpu, tmp_path, kv_type, name, monkeypatch):
     check_against_reference(run, path)
 
 
-def test_with_tint_what_is_late_comes_from_its_copy(fused_gpu, tmp_path, monkeypatch):
-    """All that is stored between stages, but for the queries, is missing: only the copies are stored."""
+def drop_stores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """With Tint what is stored between stages, but for the queries, is missing: only the copies are stored.
+
+    Returns the names of these bindings, once they are bound.
+    """
     dropped, accessors = [], fuse_module.accessors
 
     def late(name: str, target: str, element: Any, first_word: int, repairs: bool) -> str:
         text = accessors(name, target, element, first_word, repairs)
-        if not first_word or "atomicStore" not in text:
+        if not (first_word or name == "stream") or "atomicStore" not in text:
             return text
         dropped.append(name)
         return re.sub(r"(fn store_to_\w+\(.*?\) \{) .*? atomicStore", r"\1 atomicStore", text)
 
     monkeypatch.setattr(fuse_module, "accessors", late)
+    return dropped
+
+
+def test_with_tint_what_is_late_comes_from_its_copy(fused_gpu, tmp_path, monkeypatch):
+    dropped = drop_stores(monkeypatch)
     monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, tint=True, storage_buffers=16))
     path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
     run = load_one(fused_gpu, path, precision=Precision.FAST, kv_type=KvType.F16)

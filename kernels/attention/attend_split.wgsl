@@ -8,7 +8,7 @@
 // (top, total) for attend_merge or prologue_merge: largest score, sum of exp(score - top).
 // late_x, repair_x: see parts/late_stores.wgsl.
 // Needs HEAD_DIM % (RUN * LANES_PER_POSITION) == 0 and SUBGROUP % LANES_PER_POSITION == 0.
-// Parts: f16, kv_run_*, pages, blocks_*; in a fused kernel also split_count_dynamic.
+// Parts: f16, kv_run_*, heads_*, pages, blocks_*; in a fused kernel also split_count_dynamic.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -24,6 +24,8 @@ const POSITIONS_IN_FLIGHT: u32 = 4u;  // positions of a lane whose keys and valu
 const SUBGROUPS_PER_HEAD: u32 = 2u;  // subgroups per query head, a power of two
 const TO_BLOCKS: bool = false;
 const TOKENS: u32 = 1u;  // rows of a layer in a fused kernel
+const RAW: bool = false;  // keys and values follow the queries of a row
+const ROW_HEADS: u32 = HEADS + select(0u, 2u * KV_HEADS, RAW);
 const PARTIAL: bool = false;  // write partial sums for a single split, too
 const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // blocks of a token
 const HEADS_PER_KV: u32 = HEADS / KV_HEADS;
@@ -32,7 +34,7 @@ const LANE_VEC4: u32 = HEAD_DIM / 4u / LANES_PER_POSITION;  // vec4s of a lane
 const STRIDE: u32 = SUBGROUPS_PER_HEAD * SUBGROUP / LANES_PER_POSITION;  // from a position of a lane to its next
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;            // [m, HEADS, HEAD_DIM] f32 or blocks; or partial sums, padded after each layer
 @group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;  // [layers or m, HEADS, splits] (top, total), padded
-@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;            // q [layers or m, HEADS, HEAD_DIM], padded
+@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;            // q [layers or m, ROW_HEADS, HEAD_DIM], padded
 @group(0) @binding(8) var<uniform> step: Step;
 const MERGE_PARTIALS: u32 = max(SUBGROUPS_PER_HEAD / 2u, 1u);
 var<workgroup> merge_top: array<f32, HEADS_PER_KV * MERGE_PARTIALS>;
@@ -61,7 +63,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let split_end = min(begin + (workgroup.y + 1u) * split_length, end);
   let base = opaque_zero() + (layer() * KV_HEADS + workgroup.x) * step.capacity;
   let own_cell = base + step.row[row_index(workgroup.z)].cell;
-  let q4 = opaque_zero() + layer() * (LINE_PADDING / 4u) + head * (HEAD_DIM / 4u);
+  let row_head = head + (layer() * TOKENS + workgroup.z) * (ROW_HEADS - HEADS);
+  let q4 = opaque_zero() + layer() * (LINE_PADDING / 4u) + row_head * (HEAD_DIM / 4u);
   var q: LaneDims;
   var acc: LaneDims;
   for (var i = 0u; i < LANE_VEC4; i++) {
@@ -92,6 +95,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
         for (var i = 0u; i < LANE_VEC4 + uniform_zero(); i++) { repair_x(q4 + vec4_of(i, lane)); }
         for (var i = 0u; i < LANE_VEC4; i++) { q[i] = x[q4 + vec4_of(i, lane)]; }
       }
+      turn_query(&q);
       for (var i = 0u; i < LANE_VEC4; i++) { q[i] *= SCALE; }
     }
     for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) {

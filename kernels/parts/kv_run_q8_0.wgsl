@@ -1,14 +1,12 @@
 // Role kv_run: the KV cache of a layer as q8_0, by runs of 16 dimensions, one 16-byte load and one of their scale, that a
 // lane of attend_split holds: run LANES_PER_POSITION * i + lane of a position is the lane's run i. key_run and value_run load
 // one, dot_run multiplies it with queries, add_run adds it to the lane's sums.
-// OWN_ROW: for a step of one row. Its own key and value come from kv_rows, each workgroup quantises them for itself, and one
-// stores them: a kernel, or a grid barrier, less than with store_kv. late_kv_rows, repair_kv_rows: see parts/late_stores.wgsl.
-// Needs LANES_PER_POSITION % 4 == 0. Parts: f16, kv_q8_0, int8_block_*.
-const KV_HEADS: u32 = 1u;
+// OWN_ROW: for a step of one row. Its own key and value come from load_own, each workgroup quantises them for itself, and one
+// stores them: a kernel, or a grid barrier, less than with store_kv.
+// Needs LANES_PER_POSITION % 4 == 0. Parts: f16, kv_q8_0, own_rows, int8_block_*.
 const HEAD_DIM: u32 = 64u;  // a multiple of 32
 const LANES_PER_POSITION: u32 = 8u;  // lanes that share a position
 const SUBGROUP: u32 = 32u;
-const TOKENS: u32 = 1u;  // rows of a layer in a fused kernel
 const RUN: u32 = 16u;  // dimensions
 const RUNS: u32 = HEAD_DIM / RUN / LANES_PER_POSITION;  // of a lane
 const OWN_ROW: bool = false;
@@ -16,7 +14,6 @@ alias LaneDims = array<vec4<f32>, RUNS * RUN / 4u>;
 struct RawRun { words: vec4<u32>, scales: u32 }
 @group(0) @binding(1) var<storage, read_write> k_cache: array<vec4<u32>>;
 @group(0) @binding(2) var<storage, read_write> v_cache: array<vec4<u32>>;
-@group(0) @binding(4) var<storage, read> kv_rows: array<vec4<f32>>;  // [layers or m, keys and values, KV_HEADS, HEAD_DIM], padded after each layer
 var<private> own_keys: array<RawRun, RUNS>;
 var<private> own_values: array<RawRun, RUNS>;
 fn key_run(row: u32, run: u32) -> RawRun {
@@ -33,8 +30,6 @@ fn select_run(stored: RawRun, own: RawRun, newest: bool) -> RawRun {
 }
 fn newest_key(key: RawRun, i: u32, newest: bool) -> RawRun { return select_run(key, own_keys[i], newest); }
 fn newest_value(value: RawRun, i: u32, newest: bool) -> RawRun { return select_run(value, own_values[i], newest); }
-fn late_kv_rows(v: vec4<f32>) -> bool { return false; }
-fn repair_kv_rows(i: u32) {}
 fn dot_run(q: ptr<function, LaneDims>, i: u32, w: RawRun, lane: u32) -> f32 {
   let low = dot((*q)[4u * i], int8_to_f32(w.words.x)) + dot((*q)[4u * i + 1u], int8_to_f32(w.words.y));
   let high = dot((*q)[4u * i + 2u], int8_to_f32(w.words.z)) + dot((*q)[4u * i + 3u], int8_to_f32(w.words.w));
@@ -58,15 +53,7 @@ fn eight(sums: ptr<function, LaneDims>, i: u32, lane: u32, index: u32) -> mat2x4
   let upper = lane % 2u == 1u;
   return mat2x4<f32>(select(a, c, upper), select(b, d, upper));
 }
-fn quantised(first: u32, lane: u32) -> RawRun {  // 2 lanes hold 32 dimensions, 4 a word of scales
-  var a: vec4<f32>; var b: vec4<f32>; var c: vec4<f32>; var d: vec4<f32>;
-  var repaired = false;
-  loop {
-    a = kv_rows[first]; b = kv_rows[first + 1u]; c = kv_rows[first + 2u]; d = kv_rows[first + 3u];
-    if (repaired || !(late_kv_rows(a) || late_kv_rows(b) || late_kv_rows(c) || late_kv_rows(d))) { break; }
-    repaired = true;
-    for (var k = 0u; k < 4u + uniform_zero(); k++) { repair_kv_rows(first + k); }
-  }
+fn quantised(a: vec4<f32>, b: vec4<f32>, c: vec4<f32>, d: vec4<f32>, lane: u32) -> RawRun {  // 2 lanes hold 32 dimensions, 4 a word of scales
   var top = max(max(max_abs(a), max_abs(b)), max(max_abs(c), max_abs(d)));
   top = max(top, subgroupShuffleXor(top, 1u));
   let other = subgroupShuffleXor(top, 2u);
@@ -76,12 +63,13 @@ fn quantised(first: u32, lane: u32) -> RawRun {  // 2 lanes hold 32 dimensions, 
 }
 fn store_own(row: u32, kv_head: u32, token: u32, lane: u32, stores: bool) {
   if (!OWN_ROW) { return; }
+  var k: LaneDims;
+  var v: LaneDims;
+  load_own(&k, &v, kv_head, token, lane);
   for (var i = 0u; i < RUNS; i++) {
     let dim = RUN * (LANES_PER_POSITION * i + lane);
-    let head = (layer() * TOKENS + token) * 2u * KV_HEADS + kv_head;
-    let first = opaque_zero() + (layer() * LINE_PADDING + head * HEAD_DIM + dim) / 4u;
-    let key = quantised(first, lane);
-    let value = quantised(first + KV_HEADS * HEAD_DIM / 4u, lane);
+    let key = quantised(k[4u * i], k[4u * i + 1u], k[4u * i + 2u], k[4u * i + 3u], lane);
+    let value = quantised(v[4u * i], v[4u * i + 1u], v[4u * i + 2u], v[4u * i + 3u], lane);
     own_keys[i] = key;
     own_values[i] = value;
     if (stores) {

@@ -3,7 +3,7 @@
 // saves a grid barrier, and the first one stores it in `stream`, for the next sum. output_scale(token) is the factor
 // 1 / rms(s), applied to the results.
 // With BEFORE all of them are of the layer before; the first layer finds its s in `stream`.
-// Every invocation must call run_prologue. Needs K % 32 == 0 and WORKGROUP % 4 == 0.
+// Every invocation must call run_prologue. late_*, repair_*: see parts/late_stores.wgsl. Needs K % 32 == 0 and WORKGROUP % 4 == 0.
 // Parts: prologue_f32 or prologue_int8, reduce_*; grid_barrier (or unfused).
 const K: u32 = 32u;
 const NORM: bool = true;
@@ -20,6 +20,10 @@ const WORKGROUP: u32 = 64u;
 const OCTETS: u32 = K / 8u;
 const INPUT_ITERATIONS: u32 = (OCTETS + WORKGROUP - 1u) / WORKGROUP;  // an invocation takes eight values in each
 const STREAM_STRIDE: u32 = (K + LINE_PADDING) / 4u;
+fn late_x(v: vec4<f32>) -> bool { return false; }
+fn repair_x(i: u32) {}
+fn late_residual(v: vec4<f32>) -> bool { return false; }
+fn repair_residual(i: u32) {}
 fn octet_of(index: u32, iteration: u32) -> u32 { return min(index + iteration * WORKGROUP, OCTETS - 1u); }
 fn run_prologue(index: u32) {
   if (INPUTS_READY) { return; }
@@ -37,15 +41,32 @@ fn run_prologue(index: u32) {
   var v: array<mat2x4<f32>, INPUT_ITERATIONS>;
   var s: array<mat2x4<f32>, INPUT_ITERATIONS>;
   var squares = 0.0;
-  for (var r = 0u; r < INPUT_ITERATIONS; r++) {
-    let i = first + 2u * octet_of(index, r);
-    if (begins) {  // x and residual are not there yet: nobody may read them
-      v[r] = mat2x4<f32>();
-      s[r] = mat2x4<f32>(stream[i], stream[i + 1u]);
-    } else {
-      v[r] = mat2x4<f32>(x[i], x[i + 1u]);
-      s[r] = mat2x4<f32>(residual[i], residual[i + 1u]);
+  var repaired = begins;
+  loop {
+    for (var r = 0u; r < INPUT_ITERATIONS; r++) {
+      let i = first + 2u * octet_of(index, r);
+      if (begins) {  // x and residual are not there yet: nobody may read them
+        v[r] = mat2x4<f32>();
+        s[r] = mat2x4<f32>(stream[i], stream[i + 1u]);
+      } else {
+        v[r] = mat2x4<f32>(x[i], x[i + 1u]);
+        s[r] = mat2x4<f32>(residual[i], residual[i + 1u]);
+      }
     }
+    var late = vec2<bool>();
+    for (var r = 0u; r < INPUT_ITERATIONS; r++) {
+      late.x = late.x || late_x(v[r][0]) || late_x(v[r][1]);
+      late.y = late.y || late_residual(s[r][0]) || late_residual(s[r][1]);
+    }
+    if (repaired || !any(late)) { break; }
+    repaired = true;
+    for (var r = 0u; r < 2u * INPUT_ITERATIONS + uniform_zero(); r++) {
+      let i = first + 2u * octet_of(index, r / 2u) + r % 2u;
+      if (late.x) { repair_x(i); }
+      if (late.y) { repair_residual(i); }  // not the first layer's, which no stage stores
+    }
+  }
+  for (var r = 0u; r < INPUT_ITERATIONS; r++) {
     if (index + r * WORKGROUP < OCTETS) { squares += dot(v[r][0], v[r][0]) + dot(v[r][1], v[r][1]); }
   }
   let scale = inverseSqrt(sum_workgroup(squares, index) / f32(K) + AFTER_EPS);

@@ -27,7 +27,8 @@ from llamagpu.engine.ops import (
 )
 from llamagpu.engine.options import KvType
 from llamagpu.engine.routes import GridSize, Inputs, Prologue
-from llamagpu.engine.weights import Layer, Matrix, Weights
+from llamagpu.engine.weights import Matrix, Weights
+from llamagpu.files.architectures import QkNorm
 from llamagpu.files.config import LayerKind, ModelConfig
 from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer, base_buffer, padded_ranges
 from llamagpu.gpu.caps import Caps
@@ -47,8 +48,8 @@ LITMUS_LAYERS = 32  # grid barriers across which the litmus test passes values
 def can_fuse(config: ModelConfig, caps: Caps, int8: bool, kv_type: KvType) -> bool:
     """Whether the adapter and the shapes allow fused decode; the probe and the weights decide the rest.
 
-    Attention has no sinks here, a router an even number of rows, no norm is before experts and after attention, and with
-    Tint attention cannot store the row's own key and value in an f32 KV cache.
+    Attention has no sinks here, a router an even number of rows and no norm after attention before it, and with Tint
+    attention cannot store the row's own key and value in an f32 KV cache.
     """
     c = config
     if c.sinks or c.experts % 2 or (c.experts and c.norms_after) or (caps.tint and kv_type is KvType.F32):
@@ -155,7 +156,7 @@ def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvT
     With a q8_0 cache, and with Tint, attention stores keys and values: a row could not read those of another row.
     """
     one_row = attention_stores(kv_type, caps) or config.rotates_apart or config.norms_after or config.experts
-    if one_row:  # stages of the latter three ran with one row only
+    if one_row:  # kernel parts of the latter three take one row
         return (1,)
     return (1, *routes.fused_widths(config.dim, attention_shape(config, 1), int8, has_half_sums(weights), caps))
 
@@ -163,6 +164,14 @@ def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvT
 def attention_stores(kv_type: KvType, caps: Caps) -> bool:
     """Whether attention stores the row's own key and value: to quantise them, or since it cannot wait for them."""
     return kv_type is KvType.Q8_0 or caps.tint
+
+
+def attention_rotates(c: ModelConfig, kv_type: KvType) -> bool:
+    """Whether attention normalises and rotates its queries and the row's own key, which saves a grid barrier.
+
+    A lane of it has 4 dimensions and sees one head. There is no part that stores the row's own in an f32 cache.
+    """
+    return c.rotates_apart and c.qk_norm is not QkNorm.ROW and c.rope_dims % 4 == 0 and kv_type is not KvType.F32
 
 
 def has_half_sums(weights: Weights) -> bool:
@@ -181,7 +190,7 @@ class InterStage:
     partial: BufferRange  # attention's splits
     stats: BufferRange
     kv_rows: BufferRange  # keys and values on their way into the cache, where attention stores them
-    raw: BufferRange  # queries, keys and values before `rotate`, where there is such a stage
+    raw: BufferRange  # queries, keys and values as the linear leaves them, where it does not rotate them
     attended: BufferRange  # results of attention and feed forward before the norms after them, where there are such
     fed_forward: BufferRange
     logits: BufferRange  # of experts
@@ -311,8 +320,14 @@ class FusedDecode:
             "PARTIAL": True,
         }
         shape, parts = attention_shape(c, 1, kind=kind), ("split_count_dynamic",)
+        rope = self.cache.rope_tables if kind is None else self.cache.rope(kind)
+        qk_norm = between.raw if first.qk_norm is None else layer_range(first.qk_norm, count)
         buffers = AttentionBuffers(between.q, keys, values, between.partial, between.stats, kv_rows=between.kv_rows)
-        own_row = attention_stores(kv_type, gpu.caps)
+        rotates = attention_rotates(c, kv_type)
+        if rotates:
+            buffers = replace(buffers, q=between.raw, kv_rows=between.raw, rotation={"rope": rope, "norm": qk_norm})
+            own |= ops.rotate_consts(c, kind)
+        own_row = rotates or attention_stores(kv_type, gpu.caps)
         stored = KvType.Q8_0 if own_row else kv_type  # for q8_0 they are left for attention to store
         mode = AttentionMode(kv_type, own_row=own_row)
         [attention] = self.ops.attend(shape, buffers, mode, consts=splits | own, parts=parts)
@@ -338,7 +353,6 @@ class FusedDecode:
                 )
             ]
 
-        rope = self.cache.rope_tables if kind is None else self.cache.rope(kind)
         to_q = QkvBuffers(between.q, keys, values, rope, between.kv_rows)
 
         def to_qkv(matrix: Matrix) -> Output:
@@ -395,7 +409,7 @@ class FusedDecode:
             gate_up = [replace(stage, grid=(self.grid.workgroups, 1, 1)) for stage in gate_up]
         return [
             *linear(QKV, between.fed_forward if c.norms_after else x, to_qkv, self.inputs, attention_inputs),
-            *self.rotate(first, kind, to_q, stored, count, rows),
+            *self.rotate(kind, qk_norm, to_q, stored, rows),
             Stage(attention.source, attention.bindings, (c.kv_heads, split_count, live_rows)),
             *linear(ATTN_OUTPUT, between.partial, to_mid, self.inputs, merge),
             *router,
@@ -415,13 +429,12 @@ class FusedDecode:
         return replace(prologue, bindings=bindings, consts=prologue.consts | consts)
 
     def rotate(
-        self, first: Layer, kind: LayerKind | None, buffers: QkvBuffers, stored: KvType, count: int, rows: int
+        self, kind: LayerKind | None, norm: AnyBuffer, buffers: QkvBuffers, stored: KvType, rows: int
     ) -> list[Stage]:
-        """From q, k and v of `count` layers to rotated queries and the KV cache, where the linear does not do it."""
+        """From q, k and v to rotated queries and the KV cache, where neither the linear nor attention does it."""
         c = self.config
-        if not c.rotates_apart:
+        if not c.rotates_apart or attention_rotates(c, self.cache.kv_type):
             return []
-        norm = None if first.qk_norm is None else layer_range(first.qk_norm, count)
         route = replace(routes.ROTATE, consts={"WORKGROUP": self.grid.invocations, "TOKENS": rows})
         one = self.ops.rotate(c, kind, self.between.raw, norm, buffers, stored, 1, route)
         units, _, _ = one.grid_for(1, 0)

@@ -77,6 +77,9 @@ class AttentionBuffers:
     int8_kv: AnyBuffer | None = None  # keys and values that quantise_kv leaves for attend_int8
     kv_rows: AnyBuffer | None = None  # of the step, where the KV cache is q8_0: see QkvBuffers
     sinks: Bindable | None = None  # [heads]
+    rotation: Mapping[str, Bindable] | None = (
+        None  # `rope` and `norm`, where q and kv_rows are rows q | k | v before `rotate`
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +200,12 @@ def qkv_consts(config: ModelConfig, kind: LayerKind | None) -> Consts:
     return head_consts(config) | (by_layer if kind is None else {"ROPE_DIMS": rope_dims(config, kind)})
 
 
+def rotate_consts(config: ModelConfig, kind: LayerKind | None) -> Consts:
+    consts: Consts = {"QK_NORM": config.qk_norm is not QkNorm.NONE, "EPS": config.norm_eps}
+    consts |= {"TEMPERATURE": config.temperature, "TEMPERATURE_RUN": config.rope_orig_context}
+    return qkv_consts(config, kind) | consts
+
+
 def rope_dims(config: ModelConfig, kind: LayerKind) -> int:
     return 0 if kind.rope is Rope.NONE else config.rope_dims
 
@@ -250,6 +259,7 @@ class Ops:
         own_row: bool = False,
         blocks: Inputs = Inputs.INT8,
         experts: bool = False,
+        rotates: bool = False,
     ) -> tuple[str, ...]:
         """The files of a route's kernel parts, in the order of composition. `blocks`: the kind that it writes."""
         caps = self.gpu.caps
@@ -305,6 +315,9 @@ class Ops:
                 names.append("kv_run_float")
             elif role in (Role.KV4, Role.KV8, Role.KV_RUN):
                 names += ["kv_q8_0"] * (kv_type is KvType.Q8_0) + [f"{role}_{kv_type}"]
+            if role is Role.KV_RUN:
+                names += ["own_rows"] * (own_row or kv_type is KvType.Q8_0)
+                names.append("heads_rotated" if rotates else "heads_plain")
         return tuple(dict.fromkeys(names))
 
     @staticmethod
@@ -675,11 +688,9 @@ class Ops:
         route: Route[Attention],
         parts: tuple[str, ...] = (),
     ) -> Dispatch:
-        c, row_norm = config, config.qk_norm is QkNorm.ROW
-        consts = qkv_consts(config, kind)
-        consts |= {"QK_NORM": c.qk_norm is not QkNorm.NONE, "ROW_NORM": row_norm, "EPS": c.norm_eps}
-        consts |= {"TEMPERATURE": c.temperature, "TEMPERATURE_RUN": c.rope_orig_context} | self.tuning(route)
-        shape = attention_shape(c, m, kind=kind)
+        row_norm = config.qk_norm is QkNorm.ROW
+        consts = rotate_consts(config, kind) | {"ROW_NORM": row_norm} | self.tuning(route)
+        shape = attention_shape(config, m, kind=kind)
         grid = self.grid(route, shape, m, {"ROW_NORM": int(row_norm)})
         return self._dispatch(route, (*self.parts(route), *parts), consts, bindings, grid, shape)
 
@@ -718,6 +729,9 @@ class Ops:
             settings |= routes.position_lanes(shape.head_dim, run, caps)
             settings |= {"PARTIAL": True} if shape.sinks else {}
             settings |= {"OWN_ROW": mode.own_row} if mode.kv_type is KvType.Q8_0 else {}
+            if buffers.rotation is not None:
+                bindings |= buffers.rotation
+                settings["RAW"] = True
             if mode.kv_type is KvType.Q8_0 or mode.own_row:
                 bindings["kv_rows"] = buffers.kv_rows or buffers.q  # bound even where it is not read
         if route.kernel == "attend_matrix":
@@ -727,7 +741,14 @@ class Ops:
             settings |= {"SPLITS": shape.splits, "ONE_SEGMENT": shape.segments == 1}
             before = [self._quantise_kv(shape, caches, buffers.int8_kv, mode)]
             caches = {"kv": buffers.int8_kv}
-        files = self.parts(route, kv_type=mode.kv_type, sinks=shape.sinks, own_row=mode.own_row, blocks=mode.out)
+        files = self.parts(
+            route,
+            kv_type=mode.kv_type,
+            sinks=shape.sinks,
+            own_row=mode.own_row,
+            blocks=mode.out,
+            rotates=buffers.rotation is not None,
+        )
         grid = self.grid(route, shape, shape.m, owners)
         if buffers.sinks is not None:
             bindings["sinks"] = buffers.sinks

@@ -31,7 +31,8 @@ BUILTINS = {"workgroup_id": "workgroup", "num_workgroups": "grid", "local_invoca
 class Stage:
     """A composed kernel as one stage of a fused kernel.
 
-    A kernel that calls wait() itself also strides over its rows itself; any other one is called in a grid-stride loop.
+    A kernel that calls wait() itself also strides over its rows itself; any other one is called in a grid-stride loop,
+    after stage_prefetch() and wait().
     """
 
     source: str
@@ -118,7 +119,7 @@ def fuse(
         arguments = ", ".join(BUILTINS[builtin] for builtin in re.findall(r"@builtin\((\w+)\)", entry[1]))
         parameters = re.sub(r"@builtin\(\w+\) ", "", entry[1])
         text = text.replace(entry[0], f"fn main(layer_number: u32, {parameters}) {{")
-        text += stage_function(f"main(layer_number, {arguments});", stage, workgroups, strides_itself="wait(" in text)
+        text += stage_function(f"main(layer_number, {arguments});", stage, workgroups, text)
         # by a parameter: a private variable would make the control flow around barriers non-uniform
         before, main, after = text.partition("fn main(")
         text = before + main + after.replace("layer_kind()", "layers[LAYER_VEC4 * layer_number + 1u]")
@@ -350,18 +351,19 @@ def _column(numbered: tuple[int, Stage]) -> int | str:
     return f"stage {number}" if stage.column is None else stage.column
 
 
-def stage_function(main: str, stage: Stage, workgroups: int, strides_itself: bool) -> str:
+def stage_function(main: str, stage: Stage, workgroups: int, text: str) -> str:
     """A WGSL function that does one workgroup's share of the stage."""
     x, y, z = (f"{count}u" if isinstance(count, int) else count for count in stage.grid)
     head = f"\nfn stage(number: u32, index: u32, layer_number: u32) {{\n  let all = vec3<u32>({x}, {y}, {z});\n"
-    if strides_itself:
+    if "wait(" in text:
         return head + (
             f"  let grid = vec3<u32>(min(all.x * all.y * all.z, {workgroups}u), 1u, 1u);\n"
             "  let workgroup = vec3<u32>(number, 0u, 0u);\n"
             f"  if (number < grid.x) {{ {main} }} else {{ wait(index); }}\n}}\n"
         )
+    prefetch = "  stage_prefetch(index);\n" if "fn stage_prefetch(" in text else ""
     return head.replace("all =", "grid =") + (
-        "  wait(index);\n"
+        f"{prefetch}  wait(index);\n"
         f"  for (var i = number; i < grid.x * grid.y * grid.z; i += {workgroups}u) {{\n"
         "    let workgroup = vec3<u32>(i % grid.x, i / grid.x % grid.y, i / (grid.x * grid.y));\n"
         f"    {main}\n  }}\n}}\n"
