@@ -405,7 +405,7 @@ INT8 = [
         "full", LARGE, Heads(64, 12, 2, KV_F16), 3, Inputs.F32, id="splits"
     ),  # 21 tokens to a tile; empty splits
     pytest.param("full", SMALL, Heads(128, 2, 1, KV_F32, window=40), 1, Inputs.INT8, id="window"),
-    pytest.param("full", SMALL, Heads(64, 4, 2, KV_Q8_0), 1, Inputs.F32, id="q8_0"),
+    pytest.param("full", SMALL, Heads(64, 4, 2, KV_Q8_0), 1, Inputs.F16, id="q8_0"),
 ]
 
 

@@ -11,7 +11,7 @@
 // are in structs: the driver does not unroll loops of this size. One operand of a dot product has its words in the order
 // yxwz: with both operands in the same register bank of an H200 it waits.
 // One split: writes f32, or blocks with TO_BLOCKS. Several: partial sums and (top, total) for attend_merge.
-// Needs HEAD_DIM 64 or 128, subgroups of 8 lanes, HEADS_PER_KV <= ROWS. Parts: pages, blocks_*.
+// Needs HEAD_DIM 64 or 128, subgroups of 8 lanes, HEADS_PER_KV <= ROWS. Parts: pages, int8_block_*, blocks_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;

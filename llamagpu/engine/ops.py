@@ -311,12 +311,13 @@ class Ops:
             elif role is Role.KV_LAYOUT:
                 names.append(f"kv_{kv_type}")
             elif role is Role.KV_RUN and kv_type is not KvType.Q8_0:
-                names += [f"kv_own_{kv_type}"] if own_row else [f"kv8_{kv_type}", "kv_own_none"]
+                own = ["kv_own_turned" if rotates else f"kv_own_{kv_type}"]
+                names += own if own_row else [f"kv8_{kv_type}", "kv_own_none"]
                 names.append("kv_run_float")
             elif role in (Role.KV4, Role.KV8, Role.KV_RUN):
                 names += ["kv_q8_0"] * (kv_type is KvType.Q8_0) + [f"{role}_{kv_type}"]
             if role is Role.KV_RUN:
-                names += ["own_rows"] * (own_row or kv_type is KvType.Q8_0)
+                names += ["own_rows"] * (rotates or kv_type is KvType.Q8_0)
                 names.append("heads_rotated" if rotates else "heads_plain")
         return tuple(dict.fromkeys(names))
 

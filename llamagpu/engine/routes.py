@@ -1018,7 +1018,7 @@ ATTEND: Table[Attention] = (
         large_int8_tiles,
         f"m >= {LARGE_TILE_ROWS}, int8 will do, head_dim 128, subgroups of 8, 128 heads to a KV head",
         int8_tile_grid,
-        (Role.PAGES, Role.BLOCKS),
+        (Role.PAGES, Role.INT8_BLOCK, Role.BLOCKS),
         {"WORKGROUP": 256},
     ),
     Route(
@@ -1026,7 +1026,7 @@ ATTEND: Table[Attention] = (
         int8_attention,
         "m > 1, int8 will do, head_dim 64 or 128, subgroups of 8, 64 heads to a KV head",
         int8_tile_grid,
-        (Role.PAGES, Role.BLOCKS),
+        (Role.PAGES, Role.INT8_BLOCK, Role.BLOCKS),
         {"WORKGROUP": 128},
     ),
     Route(
