@@ -111,7 +111,7 @@ def test_fused_kernel_shows_its_grid_size() -> None:
     engine = load(open_gpu(LLAMAGPU_FUSED="1"), precision=Precision.FAST, backend=BUFFERS).engine
     assert engine.model.fused
     found = listed(engine)["1"]
-    assert [f.dispatch.kernel for f in found] == ["embed", "fused_layers", "rms_norm_int8", "linear_gemv"]
+    assert [f.dispatch.kernel for f in found] == ["embed", "fused_layers", "rms_norm_blocks", "linear_gemv"]
     grid = engine.model.fused_decode.grid.workgroups  # type: ignore[attr-defined]
     assert found[1].grid == (grid, 1, 1)
     text = list(dispatch_lines(engine, planned_dispatches(engine)))

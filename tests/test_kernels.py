@@ -27,5 +27,5 @@ def test_every_route_has_cases():
         map(id, (*linear.F32_TILES, *linear.LARGE_MATRICES, *linear.MATRIX_TILES, *attention.ON_MATRICES))
     )
     ran |= {id(param.values[0]) for param in experts.LINEAR} | set(map(id, experts.INT8_RESULTS))
-    for table in (routes.LINEAR, routes.EXPERT_LINEAR, routes.NORM, routes.NORM_INT8, routes.ATTEND, routes.EMBED):
+    for table in (routes.LINEAR, routes.EXPERT_LINEAR, routes.NORM, routes.NORM_BLOCKS, routes.ATTEND, routes.EMBED):
         assert not [route for route in table if id(route) not in ran]

@@ -450,7 +450,7 @@ def test_logits_and_candidates(any_gpu, route, case):
 HIDDEN = Weight(Q4, 128, 576)
 SWIGLU = runs(
     routes.LINEAR,
-    [LinearCase(HIDDEN, inputs, epilogue=Epilogue.GLU_INT8) for inputs in (Inputs.F32, Inputs.INT8)],
+    [LinearCase(HIDDEN, inputs, epilogue=Epilogue.GLU_BLOCKS) for inputs in (Inputs.F32, Inputs.INT8)],
     at_minimum=lambda case: case.inputs is Inputs.INT8,
 )
 
@@ -469,7 +469,7 @@ def test_swiglu_to_int8_blocks(any_gpu, route, case):
         fill(gpu, y, count, 12)
         run(
             gpu,
-            make.linear(given.x, matrix, most, ops.glu_int8(y, matrix, Activation.SILU), given.inputs, table=table),
+            make.linear(given.x, matrix, most, ops.glu_blocks(y, matrix, Activation.SILU), given.inputs, table=table),
             m,
         )
         got = read_blocks(gpu, y, most + 1, 3)
@@ -492,7 +492,7 @@ def test_tiles_stay_in_workgroup_memory(gpu, monkeypatch, route):
     shard, w = upload(gpu, HIDDEN)
     matrix, given = matrix_of(shard), linear_inputs(gpu, m, HIDDEN.k, Inputs.INT8)
     y, want = gpu.zeros(m * HIDDEN.n * 4, "y"), given.values @ w.T
-    output = ops.glu_int8(y, matrix, Activation.SILU) if to_blocks else ops.store(y, matrix)
+    output = ops.glu_blocks(y, matrix, Activation.SILU) if to_blocks else ops.store(y, matrix)
     make = Ops(gpu, verify_reference.step_buffer(gpu, m))
     run(gpu, make.linear(given.x, matrix, m, output, Inputs.INT8, table=table), m)
     if to_blocks:

@@ -1,4 +1,4 @@
-"""Norms and other row-wise kernels against float64: rms_norm, quantise_int8, glu_mul."""
+"""Norms and other row-wise kernels against float64: rms_norm, to_blocks, glu_mul."""
 
 from dataclasses import dataclass, replace
 
@@ -31,7 +31,7 @@ class Width:
 
 
 NORM = runs(
-    routes.NORM + routes.NORM_INT8,
+    routes.NORM + routes.NORM_BLOCKS,
     [Width(width) for width in (1, 3, 64, 576, 577, 4096)],
     at_minimum=lambda case: case.width in (577, 4096),
 )
@@ -54,7 +54,7 @@ def test_rms_norm(any_gpu, route, case):
     x = (rng.standard_normal((ROWS, width)) * [[300.0], [1.0], [3e-3], [0.0], [1.0]]).astype(np.float32)
     weight = rng.standard_normal(width).astype(np.float32)
     want = rms_norm(x, weight, eps)
-    int8 = route in routes.NORM_INT8
+    int8 = route in routes.NORM_BLOCKS
     dtype, size = (INT8_BLOCK, width // 32) if int8 else (np.dtype(np.float32), width)
     words = (ROWS + 1) * size * dtype.itemsize // 4
     xs, ws, y = gpu.upload(x, "x"), gpu.upload(weight, "w"), gpu.zeros(4 * words, "y")
@@ -90,7 +90,7 @@ def test_rms_norm_adds_splits(any_gpu, width):
     xs, ws, y, step = gpu.upload(x, "x"), gpu.upload(weight, "w"), gpu.zeros(ROWS * width // 32 * 48, "y"), Steps(gpu)
     make, splits = Ops(gpu, step.buffer), Splits(gpu.upload(sums, "sums"), 4, ROWS)
     step.write_rows(rows)
-    run(gpu, [make.rms_norm(xs, ws, y, width, 1e-5, ROWS, table=routes.NORM_INT8, splits=splits)], rows)
+    run(gpu, [make.rms_norm(xs, ws, y, width, 1e-5, ROWS, table=routes.NORM_BLOCKS, splits=splits)], rows)
     total = x + sums[:, : rows + 1].sum(0, dtype=np.float64)
     got = gpu.read(xs, np.float32, x.size).reshape(x.shape)
     assert_close(got[:rows], total[:rows], *F32)
@@ -117,9 +117,9 @@ def test_f16_blocks(gpu):
     assert_close(*others.to_f16(gpu), *ROUNDED_F16)
 
 
-@covers("quantise_int8")
+@covers("to_blocks")
 @pytest.mark.parametrize("width", [32, 576])
-def test_quantise_int8(any_gpu, monkeypatch, width):
+def test_to_blocks(any_gpu, monkeypatch, width):
     gpu, rng, most = any_gpu, random("blocks"), 40
     x = (rng.standard_normal((most, width)) * rng.choice([1e-6, 1.0, 1e4], (most, 1))).astype(np.float32)
     x[2, :32] = 0  # no largest value to divide by

@@ -136,7 +136,7 @@ def test_matrix_units(m, n, k, storage, kernel):
 
 
 def test_results_in_int8_blocks_are_not_split():
-    shape = Linear(64, 2048, 8192, 32, Q4, Inputs.INT8, epilogue=Epilogue.GLU_INT8)
+    shape = Linear(64, 2048, 8192, 32, Q4, Inputs.INT8, epilogue=Epilogue.GLU_BLOCKS)
     assert select(routes.LINEAR, shape, GPU).grid(shape, {"TILE_N": 64, "TILE_M": 64}, GPU, 64, 0) == (32, 1, 1)
 
 
@@ -293,7 +293,7 @@ def test_kernels_of_one_row_take_no_more(caps):
 
 
 def test_a_workgroup_epilogue_gets_a_kernel_that_calls_it():
-    swiglu, logits = Epilogue.GLU_INT8, Epilogue.LOGITS
+    swiglu, logits = Epilogue.GLU_BLOCKS, Epilogue.LOGITS
     f32, int8 = Inputs.F32, Inputs.INT8
     some = {(f32, 1, swiglu), (f32, 1, logits), (f32, 4, swiglu), (int8, 1, swiglu), (int8, 1, logits)}
     some |= {(int8, 4, swiglu), (int8, 70, swiglu)}  # the others have no kernel: the engine does not ask for them
@@ -340,7 +340,7 @@ def test_all_tables_are_found():
 @pytest.mark.parametrize("table", TABLES)
 def test_routes_name_real_kernels_and_constants(table):
     for route in getattr(routes, table):
-        known = shaders.constants(route.kernel) | shaders.constants("epilogue_glu_int8")
+        known = shaders.constants(route.kernel) | shaders.constants("epilogue_glu_blocks")
         assert set(route.consts) <= set(known), route.kernel
         assert route.needs
 

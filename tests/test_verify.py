@@ -88,9 +88,9 @@ def test_one_wrong_lane_is_noticed(measure, only_norms, monkeypatch):  # noqa: F
 
 
 def test_a_kernel_that_does_not_compile(measure, only_norms, monkeypatch):  # noqa: F811
-    break_kernel(monkeypatch, "rms_norm_int8", "var squares = 0.0;", "var squares = nonsense;")
+    break_kernel(monkeypatch, "rms_norm_blocks", "var squares = 0.0;", "var squares = nonsense;")
     result = measure("verify")
-    assert result.code == 7 and "rms_norm_int8" in result.err and "rms_norm_vec4" not in result.err
+    assert result.code == 7 and "rms_norm_blocks" in result.err and "rms_norm_vec4" not in result.err
 
 
 def test_nan_is_not_right():

@@ -68,7 +68,7 @@ fn w_scale4(i: u32) -> vec4<f32> { return vec4<f32>(w_scale[i], w_scale[i + 1u],
 fn x_sum4(i: u32) -> vec4<f32> { return vec4<f32>(x_sum[i], x_sum[i + 1u], x_sum[i + 2u], x_sum[i + 3u]); }
 fn w_offset4(i: u32) -> vec4<f32> { return vec4<f32>(w_offset[i], w_offset[i + 1u], w_offset[i + 2u], w_offset[i + 3u]); }
 
-// `hidden` for epilogue_glu_int8: an invocation stores values 2t, 2t + 1, 2t + 16 and 2t + 17 of a token's 32 together, as vec4 t.
+// `hidden` for epilogue_glu_blocks: an invocation stores values 2t, 2t + 1, 2t + 16 and 2t + 17 of a token's 32 together, as vec4 t.
 var<private> hidden: vec4<f32>;
 
 fn store_hidden(i: u32, v: f32) {  // called in this order

@@ -48,7 +48,7 @@ struct Sources {  // where an invocation's loads begin
 var<workgroup> x_tile: array<vec4<u32>, TILE_M * PITCH>;  // f16 [token][64 k]
 var<workgroup> w_tile: array<vec4<u32>, max(TILE_N * PITCH, WORKGROUP / 32u * STRIP)>;  // [row][64 k]; at the end a strip of each subgroup
 var<private> strip: u32;         // where the strip begins that the subgroup stores
-var<private> hidden: vec4<f32>;  // of epilogue_glu_int8
+var<private> hidden: vec4<f32>;  // of epilogue_glu_blocks
 
 fn hidden_at(i: u32) -> u32 { return strip + i / 32u * STRIP_PITCH + i % 32u / 4u * 2u; }
 fn store_hidden(i: u32, v: f32) {  // called for four in this order, in the place of the sums that they are made of

@@ -362,7 +362,7 @@ class FusedDecode:
 
         def to_act(matrix: Matrix) -> Output:
             if rows > 1:
-                return ops.glu_int8(between.act, matrix, c.activation, persistent=True)
+                return ops.glu_blocks(between.act, matrix, c.activation, persistent=True)
             return ops.glu(between.act, matrix, c.activation, not fits)
 
         # inputs of the down projection that do not fit into workgroup memory are read from global memory

@@ -468,7 +468,7 @@ class BufferModel(Model):
         splits: Splits | None = None,
     ) -> Dispatch:
         """`inputs`: of the linear that reads it."""
-        table = routes.NORM_INT8 if inputs.blocks else routes.NORM
+        table = routes.NORM_BLOCKS if inputs.blocks else routes.NORM
         c, h = self.config, self.normed(m)
         return self.ops.rms_norm(x or self.x, weight, h, c.dim, c.stream_eps, m, last_rows, table, splits, inputs)
 
@@ -536,7 +536,7 @@ class BufferModel(Model):
             gate_up, activation = layer.gate_up[0], self.config.activation
             output = ops.glu(act, gate_up, activation)
             if inputs.blocks:
-                output = ops.glu_int8(act, gate_up, activation, blocks=inputs)
+                output = ops.glu_blocks(act, gate_up, activation, blocks=inputs)
             hidden = self.norm_linear(i, "ffn_norm", layer.ffn_norm, "gate_up", gate_up, m, output, splits)
         else:
             hidden = self.gate_and_up(i, layer, m)
@@ -584,7 +584,7 @@ class BufferModel(Model):
         gate_up, int8, grouped = layer.gate_up[0], inputs is Inputs.INT8, routes.groups_experts(m)
         output = ops.glu(self.act, gate_up, c.activation)
         if int8 and not grouped:
-            output = ops.glu_int8(self.act_blocks, gate_up, c.activation)
+            output = ops.glu_blocks(self.act_blocks, gate_up, c.activation)
         linear = self.ops.expert_linear(x, gate_up, m, output, choices, inputs)
         if int8 and grouped:
             linear.append(self.ops.quantise(self.act, self.act_blocks, c.ffn_dim, m, c.experts_used))
@@ -670,5 +670,5 @@ def suits_int8(weights: Weights, caps: Caps, m: int) -> bool:
 
     interleaved = all(len(layer.gate_up) == 1 for layer in weights.layers)
     matrices = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.attn_output, layer.ffn_down)]
-    hidden = all(runs(layer.gate_up[0], Epilogue.GLU_INT8) for layer in weights.layers)
+    hidden = all(runs(layer.gate_up[0], Epilogue.GLU_BLOCKS) for layer in weights.layers)
     return interleaved and all(map(runs, matrices)) and hidden

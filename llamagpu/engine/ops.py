@@ -148,7 +148,7 @@ def glu(y: AnyBuffer, matrix: Matrix, activation: Activation, interleaved: bool 
     return Output(Epilogue.GLU, {"y": y}, consts, activation_parts(activation))
 
 
-def glu_int8(
+def glu_blocks(
     y: AnyBuffer,
     matrix: Matrix,
     activation: Activation,
@@ -157,7 +157,7 @@ def glu_int8(
 ) -> Output:
     """The same as blocks; `persistent`: in a workgroup that goes on with other rows."""
     consts = {"WIDTH": matrix.n, "PERSISTENT": persistent} | _bias(matrix)
-    return Output(Epilogue.GLU_INT8, {"y": y}, consts, activation_parts(activation), blocks)
+    return Output(Epilogue.GLU_BLOCKS, {"y": y}, consts, activation_parts(activation), blocks)
 
 
 def rows(y: AnyBuffer, matrix: Matrix) -> Output:
@@ -283,7 +283,7 @@ class Ops:
                 names.append("reduce_subgroup" if self.subgroups_fit(route) else "reduce_tree")
             elif role is Role.EPILOGUE and epilogue:
                 names.append(epilogue)
-                if epilogue.to_int8:
+                if epilogue.to_blocks:
                     names += block_parts + ["hidden"] * (Role.DOT in route.parts)
             elif role is Role.INT8_BLOCK:
                 names.append(int8_block)
@@ -588,7 +588,7 @@ class Ops:
         splits: Splits | None = None,
         blocks: Inputs = Inputs.INT8,
     ) -> Dispatch:
-        """y = x / rms(x) * weight, row by row; routes.NORM_INT8 writes `blocks`.
+        """y = x / rms(x) * weight, row by row; routes.NORM_BLOCKS writes `blocks`.
 
         With `last_rows` only the last rows of the m segments, into row 0, 1, ... `splits` are added to x first.
         """

@@ -45,7 +45,7 @@ class Epilogue(StrEnum):
     ADD = "epilogue_add"
     SUM = "epilogue_sum"
     GLU = "epilogue_glu"
-    GLU_INT8 = "epilogue_glu_int8"
+    GLU_BLOCKS = "epilogue_glu_blocks"
     QKV = "epilogue_qkv"
     ROWS = "epilogue_rows"
     LOGITS = "epilogue_logits"
@@ -59,12 +59,12 @@ class Epilogue(StrEnum):
     @property
     def needs_workgroup(self) -> bool:
         """Whether it is a workgroup epilogue, which reads the results of a whole workgroup."""
-        return self.to_int8 or self is Epilogue.LOGITS
+        return self.to_blocks or self is Epilogue.LOGITS
 
     @property
-    def to_int8(self) -> bool:
-        """Whether the results are int8 blocks."""
-        return self is Epilogue.GLU_INT8
+    def to_blocks(self) -> bool:
+        """Whether the results are blocks."""
+        return self is Epilogue.GLU_BLOCKS
 
 
 class Role(StrEnum):
@@ -414,19 +414,19 @@ GEMV_BATCH_SHAPES: tuple[tuple[str, tuple[int, ...], Callable[[Linear, Caps], bo
     (
         "int8 results, x staged",
         (16,),
-        lambda s, c: s.epilogue.to_int8 and can_stage(s, c),
+        lambda s, c: s.epilogue.to_blocks and can_stage(s, c),
         {"WORKGROUP": 256, "LANES": 8, "ROW_PAIRS": 1} | STAGED,
     ),
     (
         "int8 results, x staged",
         (4, 8),
-        lambda s, c: s.epilogue.to_int8 and can_stage(s, c),
+        lambda s, c: s.epilogue.to_blocks and can_stage(s, c),
         {"WORKGROUP": 256, "LANES": 16, "ROW_PAIRS": 2} | STAGED,
     ),
     (
         "int8 results",
         (2, 4, 8),
-        lambda s, c: s.epilogue.to_int8 and c.invocations >= 512,
+        lambda s, c: s.epilogue.to_blocks and c.invocations >= 512,
         {"WORKGROUP": 512, "LANES": 32, "ROW_PAIRS": 2},
     ),
     (
@@ -840,7 +840,7 @@ def invocations(grid: GridSize) -> int:
 
 
 def int8_result_lanes(grid: GridSize, caps: Caps) -> int:
-    """Lanes that share rows, so that a workgroup covers no more than the 64 rows that epilogue_glu_int8 takes."""
+    """Lanes that share rows, so that a workgroup covers no more than the 64 rows that epilogue_glu_blocks takes."""
     return max(caps.subgroup, grid.invocations // 32)
 
 
@@ -923,13 +923,13 @@ NORM: Table[RowWise] = (
     Route("rms_norm", lambda s, c: True, "-", row_grid, (Role.REDUCE,)),
 )
 
-INT8_NORM_PARTS = (Role.BLOCKS, Role.REDUCE, Role.RESIDUAL)
-NORM_INT8: Table[RowWise] = (
-    Route("rms_norm_int8", lambda s, c: s.width % 32 == 0, "width % 32 = 0", row_grid, INT8_NORM_PARTS),
+BLOCKS_NORM_PARTS = (Role.BLOCKS, Role.REDUCE, Role.RESIDUAL)
+NORM_BLOCKS: Table[RowWise] = (
+    Route("rms_norm_blocks", lambda s, c: s.width % 32 == 0, "width % 32 = 0", row_grid, BLOCKS_NORM_PARTS),
 )
 
 QUANTISE: Table[RowWise] = (
-    Route("quantise_int8", lambda s, c: s.width % 32 == 0, "width % 32 = 0", eighths_grid, (Role.BLOCKS,)),
+    Route("to_blocks", lambda s, c: s.width % 32 == 0, "width % 32 = 0", eighths_grid, (Role.BLOCKS,)),
 )
 
 ADD_NORM: Route[RowWise] = Route("add_rms_norm", lambda s, c: True, "-", row_grid, (Role.REDUCE,))

@@ -26,8 +26,8 @@ REPEATS = 5
 INT8_VALUE_BYTES = 1.5  # an int8 block of 32 activations takes 48 bytes
 # Bytes read and written for each value of a row-wise operation; the default is 8
 ROW_WISE_BYTES = {
-    "quantise_int8": 4 + INT8_VALUE_BYTES,
-    "rms_norm_int8": 4 + INT8_VALUE_BYTES,
+    "to_blocks": 4 + INT8_VALUE_BYTES,
+    "rms_norm_blocks": 4 + INT8_VALUE_BYTES,
     "glu_mul": 12,
     "silu_mul_texture": 12,
     "store_kv": 5,

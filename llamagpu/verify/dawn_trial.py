@@ -127,7 +127,7 @@ def why_not_faster(gpu: Gpu) -> str:
     """Why Dawn is not faster than wgpu on this adapter: its only gain is matrix units, in prefill. Empty if it is."""
     if gpu.software:
         return "a software adapter has no matrix units"
-    if not routes.on_matrices(WEIGHT.shape(ROWS, Inputs.F16), gpu.caps):
+    if routes.block_inputs([WEIGHT.shape(ROWS)], gpu.caps) is not Inputs.F16:
         return "it has no matrices that there are kernels for"
     matrices, int8 = linear_ms(gpu)
     if matrices < int8:
@@ -139,9 +139,10 @@ def linear_ms(gpu: Gpu) -> tuple[float, float]:
     """Milliseconds of a linear on matrices and without, each the best of three: clocks rise meanwhile."""
     (shard, _), watch = WEIGHT.upload(gpu), Stopwatch(gpu)
     matrix, y, make = matrix_of(shard), gpu.zeros(ROWS * WEIGHT.n * 4, "y"), Ops(gpu, step_buffer(gpu, ROWS))
+    chosen = routes.block_inputs([WEIGHT.shape(ROWS)], gpu.caps)
     units = [
         make.linear(linear_inputs(gpu, ROWS, WEIGHT.k, inputs).x, matrix, ROWS, ops.store(y, matrix), inputs)
-        for inputs in (Inputs.F16, Inputs.INT8)
+        for inputs in (chosen, Inputs.INT8)
     ]
     times = np.array([[watch.repeated_ns([unit], ROWS) for unit in units] for _ in range(3)])
     best = times.min(axis=0) / 1e6

@@ -140,7 +140,7 @@ def hidden(gpu: Gpu, route: Route[ExpertLinear], m: int, activation: Activation)
     given = linear_inputs(gpu, m, WEIGHT.k, Inputs.INT8)
     blocks = WEIGHT.n // 64
     y, make = gpu.zeros(m * USED * blocks * INT8_BLOCK.itemsize, "y"), Ops(gpu, step_buffer(gpu, m))
-    output = ops.glu_int8(y, matrix, activation)
+    output = ops.glu_blocks(y, matrix, activation)
     run(gpu, make.expert_linear(given.x, matrix, m, output, choices, Inputs.INT8, table=only(route)), m)
     results = (np.einsum("mejk,mk->mej", w[experts], given.values) + bias[experts]).reshape(-1, WEIGHT.n)
     want = gated(results[:, ::2], results[:, 1::2], activation)

@@ -205,12 +205,12 @@ def workgroup_epilogue_cases(gpu: Gpu) -> Iterator[Case]:
             shape = f"{Epilogue.LOGITS} {weight.name}, {inputs} x{tuning(route)}"
             yield Case(route.kernel, shape, partial(logits, gpu, route, inputs))
         for m in (1, 4, 8, 30, 70):
-            for route in workgroup_epilogue_routes(gpu, weight.shape(m, inputs, epilogue=Epilogue.GLU_INT8))[:1]:
-                shape = f"{Epilogue.GLU_INT8} {weight.name}, {inputs} x, m {m}"
+            for route in workgroup_epilogue_routes(gpu, weight.shape(m, inputs, epilogue=Epilogue.GLU_BLOCKS))[:1]:
+                shape = f"{Epilogue.GLU_BLOCKS} {weight.name}, {inputs} x, m {m}"
                 yield Case(route.kernel, shape, partial(swiglu_blocks, gpu, route, inputs, m), REQUANTISED)
-    for route in workgroup_epilogue_routes(gpu, weight.shape(70, Inputs.F16, epilogue=Epilogue.GLU_INT8))[:1]:
+    for route in workgroup_epilogue_routes(gpu, weight.shape(70, Inputs.F16, epilogue=Epilogue.GLU_BLOCKS))[:1]:
         for blocks, bound in ((Inputs.F16, HALVES), (Inputs.INT8, REQUANTISED_HALVES)):
-            shape = f"{Epilogue.GLU_INT8} {weight.name}, f16 x, m 70, to {blocks}"
+            shape = f"{Epilogue.GLU_BLOCKS} {weight.name}, f16 x, m 70, to {blocks}"
             yield Case(route.kernel, shape, partial(swiglu_blocks, gpu, route, Inputs.F16, 70, blocks), bound)
 
 
@@ -232,7 +232,7 @@ def logits(gpu: Gpu, route: Route[Linear], inputs: Inputs) -> Answer:
 def swiglu_blocks(gpu: Gpu, route: Route[Linear], inputs: Inputs, m: int, blocks: Inputs = Inputs.INT8) -> Answer:
     weight = WHOLE_BLOCKS
     y = gpu.zeros(m * weight.n, "y")
-    output = Output(Epilogue.GLU_INT8, {"y": y}, {"WIDTH": weight.n}, activation_parts(Activation.SILU), blocks)
+    output = Output(Epilogue.GLU_BLOCKS, {"y": y}, {"WIDTH": weight.n}, activation_parts(Activation.SILU), blocks)
     want = reference.swiglu(run_linear(gpu, route, weight, (inputs, Prologue.NONE), output, m))
     return read_values(gpu, y, m, weight.n // 2, blocks), want if blocks is Inputs.F16 else round_int8(want)
 
@@ -241,10 +241,10 @@ def swiglu_blocks(gpu: Gpu, route: Route[Linear], inputs: Inputs, m: int, blocks
 
 
 def norm_cases(gpu: Gpu) -> Iterator[Case]:
-    for route in (*routes.NORM, *routes.NORM_INT8):
+    for route in (*routes.NORM, *routes.NORM_BLOCKS):
         for width, m in ((576, 5), (2048, 1), (577, 3)):
             if fits(route, RowWise(width), gpu.caps):
-                bound = REQUANTISED if route in routes.NORM_INT8 else F32
+                bound = REQUANTISED if route in routes.NORM_BLOCKS else F32
                 yield Case(route.kernel, f"width {width}, m {m}", partial(norm, gpu, route, width, m), bound)
     yield Case("rms_norm_plain", "width 576, m 5, with mul", partial(two_step_norm, gpu, 576, 5))
 
@@ -261,7 +261,7 @@ def norm(gpu: Gpu, route: Route[RowWise], width: int, m: int) -> Answer:
     on_device = gpu.upload(x, "x"), gpu.upload(weight, "w")
     run(gpu, [make.rms_norm(*on_device, y, width, 1e-5, m, table=only(route))], m)
     want = reference.rms_norm(x, weight, 1e-5)
-    if route in routes.NORM_INT8:
+    if route in routes.NORM_BLOCKS:
         blocks = read_blocks(gpu, y, m, width // 32)
         return dequantise_blocks(blocks), round_int8(want)
     return gpu.read(y, np.float32, x.size).reshape(x.shape), want

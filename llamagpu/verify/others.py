@@ -53,8 +53,8 @@ def other_cases(gpu: Gpu) -> Iterator[Case]:
         for weight in (Q4_WEIGHT, Weight(Storage.F16, 11, 33)):
             if fits(route, weight.shape(1), gpu.caps):
                 yield Case(route.kernel, weight.name, partial(embed, gpu, route, weight), COPIED)
-    yield Case("quantise_int8", "width 576, m 5", partial(quantise, gpu), REQUANTISED)
-    yield Case("quantise_int8", "width 576, m 5, f16", partial(to_f16, gpu), ROUNDED_F16)
+    yield Case("to_blocks", "width 576, m 5", partial(quantise, gpu), REQUANTISED)
+    yield Case("to_blocks", "width 576, m 5, f16", partial(to_f16, gpu), ROUNDED_F16)
     yield from architecture_cases(gpu)
     yield from expert_cases(gpu)
     yield Case("copy_page", "3 KV heads", partial(copy_page, gpu), COPIED)
