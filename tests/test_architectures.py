@@ -17,7 +17,7 @@ from reference import assert_close
 from test_fused_decode import drop_stores, fused_of, late_reads
 
 from llamagpu.convert.convert import convert, open_source, plan
-from llamagpu.engine import fused_decode
+from llamagpu.engine import fused_decode, routes
 from llamagpu.engine.model import BufferModel
 from llamagpu.engine.options import Backend, KvType, Precision
 from llamagpu.engine.step_inputs import Segment
@@ -633,3 +633,20 @@ def test_fused_decode_in_several_splits(
         got, want = log_probs(fused.logits_after(ids)), log_probs(unfused.logits_after(ids))
         if count == 1:
             assert np.square(got - want).sum() < (1e-5 if tint else 1e-10) * np.square(want).sum()
+    check_places_of_splits(fused)
+
+
+def check_places_of_splits(run: OneSequence) -> None:
+    """A token of a fused kernel writes its layers' splits where no other layer does, however many it has."""
+    fused, c, gpu = fused_of(run), run.engine.config, run.model.gpu
+    stats = fused.between.stats
+    gpu.write(stats, np.full(stats.size // 4, np.nan, np.float32))
+    run.logits_after([3])
+    end = len(run.ids)
+    most = routes.fused_max_splits(c.kv_heads, 1)
+    written = ~np.isnan(gpu.read(stats, np.float32, stats.size // 4).reshape(-1, 2)[:, 0])
+    seen = [min(kind.window or end, end) for kind in c.kinds]
+    splits = [max(min(-(-positions // 32), 4), min(-(-positions // 64), 16)) for positions in seen]
+    stride = c.heads * (most if len(set(c.kinds)) > 1 else splits[0]) + 32  # 64 words of padding
+    for own, places in zip(splits, written[: c.layers * stride].reshape(c.layers, -1), strict=True):
+        assert places[: c.heads * own].all() and not places[c.heads * own :].any()

@@ -41,6 +41,7 @@ from llamagpu.files.config import LayerKind
 from llamagpu.verify.kernels import HALF_ATTENTION, INT8_ATTENTION
 from llamagpu.verify.reference import (
     F32,
+    ROUNDED_F16,
     Array,
     Bound,
     Floats,
@@ -196,6 +197,10 @@ def check_attended(got: Array, want: Floats, out: Inputs, bounds: Bound) -> None
     assert (got[-4:] == GUARD).all()
 
 
+def rounded(out: Inputs) -> Bound:
+    return ROUNDED_F16 if out is Inputs.F16 else F32
+
+
 def result_words(case: Heads, rows: int, out: Inputs) -> int:
     words = {Inputs.F32: 32, Inputs.INT8: 12, Inputs.F16: 16}[out]
     return rows * case.heads * case.head_dim * words // 32
@@ -210,7 +215,7 @@ SPLIT_STEPS = [
 
 
 @covers("attend_merge")
-@pytest.mark.parametrize("out", [Inputs.F32, Inputs.INT8])
+@pytest.mark.parametrize("out", [Inputs.F32, Inputs.INT8, Inputs.F16])
 @pytest.mark.parametrize("splits", [1, 2, 16])
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)
 def test_attend_in_splits(gpu, case, splits, out):
@@ -236,7 +241,7 @@ def test_attend_in_splits(gpu, case, splits, out):
             plan.append(make.attend_merge(shape, partial, stats, y, out))
         run(gpu, plan, m)
         want = attended(q, k, v, segments, case.window).reshape(m, -1)
-        check_attended(gpu.read(y, np.float32, size + 4), want, out, F32)
+        check_attended(gpu.read(y, np.float32, size + 4), want, out, rounded(out))
 
 
 def test_attend_in_splits_with_16_lanes_per_position(gpu):
@@ -387,13 +392,13 @@ def check_tiles(
         check_attended(gpu.read(y, np.float32, size + 4), want, out, bounds)
 
 
-@pytest.mark.parametrize("out", [Inputs.F32, Inputs.INT8])
+@pytest.mark.parametrize("out", [Inputs.F32, Inputs.INT8, Inputs.F16])
 @pytest.mark.parametrize("case", TILE, ids=lambda case: case.name)
 def test_attend_tile(gpu, case, out):
     route = next(route for route in routes.ATTEND if route.kernel == "attend_tile")
     table = only(gpu, route, replace(case, m=MOST))
-    check_tiles(gpu, case, table, replace(case.shape(MOST), segments=SLOTS), out, F32, TILE_STEPS)
-    check_tiles(gpu, case, table, case.shape(MOST), out, F32, TILE_STEPS[2:3])
+    check_tiles(gpu, case, table, replace(case.shape(MOST), segments=SLOTS), out, rounded(out), TILE_STEPS)
+    check_tiles(gpu, case, table, case.shape(MOST), out, rounded(out), TILE_STEPS[2:3])
 
 
 ON_MATRICES = [route for route in routes.ATTEND if route.kernel == "attend_matrix"]  # the larger first

@@ -9,9 +9,9 @@ from reference import assert_close
 
 from llamagpu.engine import baselines, routes
 from llamagpu.engine.ops import Ops, Splits
-from llamagpu.engine.routes import RowWise
+from llamagpu.engine.routes import Inputs, RowWise
 from llamagpu.files.architectures import Activation
-from llamagpu.verify import others
+from llamagpu.verify import kernels, others
 from llamagpu.verify.architecture_kernels import gated
 from llamagpu.verify.reference import F32, INT8_BLOCK, ROUNDED_F16, fits, random, read_blocks, rms_norm
 
@@ -115,6 +115,7 @@ FOLDS = ((1, 65535), (3, 65535), (40, 3))  # rows, workgroups in one dimension o
 
 def test_f16_blocks(gpu):
     assert_close(*others.to_f16(gpu), *ROUNDED_F16)
+    assert_close(*kernels.norm(gpu, routes.NORM_BLOCKS[0], 576, 5, Inputs.F16), *ROUNDED_F16)
 
 
 @covers("to_blocks")

@@ -27,6 +27,7 @@ const TOKENS: u32 = 1u;  // rows of a layer in a fused kernel
 const RAW: bool = false;  // keys and values follow the queries of a row
 const ROW_HEADS: u32 = HEADS + select(0u, 2u * KV_HEADS, RAW);
 const PARTIAL: bool = false;  // write partial sums for a single split, too
+const MAX_SPLITS: u32 = 16u;  // BY_LAYER: of any layer; from one to the next, for their splits must not overlap
 const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // blocks of a token
 const HEADS_PER_KV: u32 = HEADS / KV_HEADS;
 const WORKGROUP: u32 = HEADS_PER_KV * SUBGROUPS_PER_HEAD * SUBGROUP;  // or more: the other invocations idle
@@ -162,7 +163,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let merged = subgroup_of_head == 0u && !idle;  // the others go on: all lanes of a subgroup quantise together
   let stores = merged && index % SUBGROUP < LANES_PER_POSITION;
   if (PARTIAL || workgroups.y > 1u) {
-    let at = head * workgroups.y + workgroup.y;
+    let first = layer() * TOKENS * HEADS;
+    let at = select(head * workgroups.y, first * MAX_SPLITS + (head - first) * workgroups.y, BY_LAYER) + workgroup.y;
     let out4 = layer() * (LINE_PADDING / 4u) + at * (HEAD_DIM / 4u);
     for (var i = 0u; i < LANE_VEC4; i++) { if (stores) { store4(out4 + vec4_of(i, lane), acc[i]); } }
     if (merged && index % SUBGROUP == 0u) { stats[layer() * (LINE_PADDING / 2u) + at] = vec2<f32>(top, total); }

@@ -28,7 +28,7 @@ fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {
   for (var i0 = 0u; i0 < 4u * TOKENS; i0 += EPILOGUE_LANES) {  // a quarter of a block each; the same iterations for all invocations
     let i = min(i0 + index, 4u * TOKENS - 1u);
     let token = token0 + i / 4u;
-    let first = block_word(token, ROW0 / 64u + workgroup, HIDDEN_BLOCKS) + layer() * (TOKENS * 12u * HIDDEN_BLOCKS + LINE_PADDING);
+    let first = block_word(token, ROW0 / 64u + workgroup, HIDDEN_BLOCKS) + layer() * (block_word(TOKENS, 0u, HIDDEN_BLOCKS) + LINE_PADDING);
     let live = i0 + index == i && workgroup < N / 64u && (TOKENS == 1u || token < step.rows);
     store_block(first, HIDDEN_BLOCKS, load_hidden(8u * i), load_hidden(8u * i + 4u), index, live);
   }

@@ -2,7 +2,7 @@
 // store_inputs(a, b, octet, index, in_range) stores the eight values from 8 * octet on. inputs(token, b) = values
 // 32b .. 32b + 31.
 // Interleaved by 4: vec4 i of block b is at i * INPUT_WIDTH / 32 + b, so that adjacent lanes read adjacent vec4s.
-// Needs INPUT_WIDTH % 32 == 0. Parts: prologue_norm or prologue_merge.
+// Needs INPUT_WIDTH % 32 == 0. Parts: prologue_norm, prologue_sum_norm or prologue_merge.
 const K: u32 = 32u;
 const INPUT_WIDTH: u32 = K;  // more than a row of the weights where several experts have inputs
 struct Inputs { x0: vec4<f32>, x1: vec4<f32>, x2: vec4<f32>, x3: vec4<f32>, x4: vec4<f32>, x5: vec4<f32>, x6: vec4<f32>, x7: vec4<f32> }

@@ -2,7 +2,7 @@
 // (see inputs_int8).
 // store_inputs(a, b, octet, index, in_range) quantises and stores the eight values from 8 * octet on; every invocation
 // must call it. inputs(token, b) = block b.
-// Needs INPUT_WIDTH % 32 == 0. Parts: prologue_norm or prologue_merge, int8_block_*.
+// Needs INPUT_WIDTH % 32 == 0. Parts: prologue_norm, prologue_sum_norm or prologue_merge, int8_block_*.
 const K: u32 = 32u;
 const INPUT_WIDTH: u32 = K;  // more than a row of the weights where several experts have inputs
 const TOKENS: u32 = 1u;

@@ -6,6 +6,8 @@
 const K: u32 = 32u;
 const TOKENS: u32 = 1u;
 const HEAD_DIM: u32 = 32u;
+const BY_LAYER: bool = false;  // layers of a fused kernel have different windows, so other numbers of splits
+const MAX_SPLITS: u32 = 16u;
 const INPUTS_READY: bool = false;  // the inputs are still in workgroup memory from an earlier stage
 const WORKGROUP: u32 = 64u;
 const HEADS: u32 = TOKENS * K / HEAD_DIM;  // of all tokens
@@ -22,7 +24,8 @@ fn run_prologue(index: u32) {
   let octets = OCTETS + select(0u, uniform_zero(), TOKENS > 1u);  // not a constant: unrolled, the loop would be long
   for (var i0 = 0u; i0 < octets; i0 += WORKGROUP) {  // eight values each; the same iterations for all invocations
     let i = min(i0 + index, OCTETS - 1u);
-    let first = opaque_zero() + (layer() * HEADS + 8u * i / HEAD_DIM) * splits;
+    let head = 8u * i / HEAD_DIM;
+    let first = opaque_zero() + select((layer() * HEADS + head) * splits, layer() * HEADS * MAX_SPLITS + head * splits, BY_LAYER);
     let first_stat = layer() * (LINE_PADDING / 2u) + first;
     let first_sum = (layer() * LINE_PADDING + first * HEAD_DIM + 8u * i % HEAD_DIM) / 4u;
     var merged: mat2x4<f32>;

@@ -199,7 +199,8 @@ UbatchOption = Annotated[
     option(
         *("-ub", "--ubatch-size"),
         min=1,
-        help="Prompt tokens per step (default: 1024 with precision fast on GPUs, 32 with high on CPUs, else 512).",
+        help="Prompt tokens per step (default: with precision fast 1024 on GPUs, 2048 on matrix units; 32 with high on "
+        "CPUs; else 512).",
     ),
 ]
 CacheOption = Annotated[

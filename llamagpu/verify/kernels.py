@@ -22,6 +22,7 @@ from llamagpu.verify.reference import (
     HALVES,
     REQUANTISED,
     REQUANTISED_HALVES,
+    ROUNDED_F16,
     ROUNDED_WEIGHTS,
     Answer,
     Array,
@@ -30,14 +31,12 @@ from llamagpu.verify.reference import (
     Floats,
     Weight,
     cache_bytes,
-    dequantise_blocks,
     fits,
     linear_inputs,
     matrix_of,
     only,
     ops_at,
     random,
-    read_blocks,
     read_values,
     round_int8,
     round_kv,
@@ -246,6 +245,8 @@ def norm_cases(gpu: Gpu) -> Iterator[Case]:
             if fits(route, RowWise(width), gpu.caps):
                 bound = REQUANTISED if route in routes.NORM_BLOCKS else F32
                 yield Case(route.kernel, f"width {width}, m {m}", partial(norm, gpu, route, width, m), bound)
+    to_f16 = partial(norm, gpu, routes.NORM_BLOCKS[0], 576, 5, Inputs.F16)
+    yield Case("rms_norm_blocks", "width 576, m 5, f16", to_f16, ROUNDED_F16)
     yield Case("rms_norm_plain", "width 576, m 5, with mul", partial(two_step_norm, gpu, 576, 5))
 
 
@@ -255,15 +256,14 @@ def norm_data(width: int, m: int) -> tuple[Array, Array]:
     return x, rng.standard_normal(width).astype(np.float32)
 
 
-def norm(gpu: Gpu, route: Route[RowWise], width: int, m: int) -> Answer:
+def norm(gpu: Gpu, route: Route[RowWise], width: int, m: int, blocks: Inputs = Inputs.INT8) -> Answer:
     x, weight = norm_data(width, m)
     y, make = gpu.zeros(m * width * 4, "y"), Ops(gpu, step_buffer(gpu, m))
     on_device = gpu.upload(x, "x"), gpu.upload(weight, "w")
-    run(gpu, [make.rms_norm(*on_device, y, width, 1e-5, m, table=only(route))], m)
+    run(gpu, [make.rms_norm(*on_device, y, width, 1e-5, m, table=only(route), blocks=blocks)], m)
     want = reference.rms_norm(x, weight, 1e-5)
     if route in routes.NORM_BLOCKS:
-        blocks = read_blocks(gpu, y, m, width // 32)
-        return dequantise_blocks(blocks), round_int8(want)
+        return read_values(gpu, y, m, width, blocks), want if blocks is Inputs.F16 else round_int8(want)
     return gpu.read(y, np.float32, x.size).reshape(x.shape), want
 
 
