@@ -378,4 +378,7 @@ def test_speed(ggml_type):
         rp.repack(tensor)
         best = max(best, tensor.data.size / 1e6 / max(time.process_time() - start, 1e-9))
     print(f"{ggml_type}: {best:.0f} MB/s of the file on one core")
-    assert best > 50  # 400 is the aim; the floor only catches a fall by an order of magnitude
+    # 400 is the aim; the floor only catches a fall by an order of magnitude. Types of fewer bits than Q4_0 take as long
+    # for a weight: TQ1_0 has 69 on an idle core and 38 beside a busy one.
+    bits = 8 * tensor.data.size / (n * k)
+    assert best > 50 * min(1, bits / 4.5)
