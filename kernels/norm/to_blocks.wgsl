@@ -1,5 +1,4 @@
-// y[m, ROWS, WIDTH / 32] = x as blocks (see blocks_*), for producers that cannot write blocks
-// themselves.
+// y[m, ROWS, WIDTH / 32] = x as blocks (see blocks_*), for producers that cannot write blocks themselves.
 // Eight values per invocation, grid folded over x and y. Needs WIDTH % 32 == 0. Parts: blocks_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py

@@ -1,6 +1,5 @@
-// Role epilogue: y[token, WIDTH / 64] = glu(gate, up) as blocks (see blocks_*). The rows of gate and
-// up are interleaved: v = (gate, up) (+ bias). The workgroup epilogue quantises one block of 32 values of each of
-// TOKENS tokens.
+// Role epilogue: y[token, WIDTH / 64] = glu(gate, up) as blocks (see blocks_*). The rows of gate and up are interleaved:
+// v = (gate, up) (+ bias). The workgroup epilogue stores one block of 32 values of each of TOKENS tokens.
 // Needs a workgroup that covers 64 consecutive rows, and N % 64 == 0. Parts: activation_*, blocks_*, hidden
 // (linear_gemm_int8 and linear_matrix have it themselves).
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache

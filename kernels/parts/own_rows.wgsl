@@ -1,6 +1,6 @@
-// Part of kv_own_turned and kv_run_q8_0: load_own(k, v, kv_head, token, lane) loads a lane's dimensions of the row's own key and value
-// from kv_rows, where the qkv linear or `rotate` has left them. Every invocation must call it. late_kv_rows, repair_kv_rows: see
-// parts/late_stores.wgsl. Parts: heads_*.
+// Part of store_own_turned and kv_run_q8_0: load_own(k, v, kv_head, token, lane) loads a lane's dimensions of the row's own key
+// and value from kv_rows, where the qkv linear or `rotate` has left them. Every invocation must call it. late_kv_rows,
+// repair_kv_rows: see parts/late_stores.wgsl. Parts: heads_*.
 const HEADS: u32 = 1u;
 const KV_HEADS: u32 = 1u;
 const HEAD_DIM: u32 = 64u;

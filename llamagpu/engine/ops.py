@@ -77,9 +77,8 @@ class AttentionBuffers:
     int8_kv: AnyBuffer | None = None  # keys and values that quantise_kv leaves for attend_int8
     kv_rows: AnyBuffer | None = None  # of the step, where the KV cache is q8_0: see QkvBuffers
     sinks: Bindable | None = None  # [heads]
-    rotation: Mapping[str, Bindable] | None = (
-        None  # `rope` and `norm`, where q and kv_rows are rows q | k | v before `rotate`
-    )
+    # `rope` and `norm`, where q and kv_rows are rows q | k | v before `rotate`
+    rotation: Mapping[str, Bindable] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +310,7 @@ class Ops:
             elif role is Role.KV_LAYOUT:
                 names.append(f"kv_{kv_type}")
             elif role is Role.KV_RUN and kv_type is not KvType.Q8_0:
-                own = ["kv_own_turned" if rotates else f"kv_own_{kv_type}"]
+                own = [f"kv_own_{kv_type}", "store_own_turned" if rotates else "store_own_plain"]
                 names += own if own_row else [f"kv8_{kv_type}", "kv_own_none"]
                 names.append("kv_run_float")
             elif role in (Role.KV4, Role.KV8, Role.KV_RUN):
