@@ -129,7 +129,7 @@ class MarkdownView:
         line, newline, _ = self.pending.partition("\n")
         text = line.lstrip()
         if not newline and not last:
-            if self.fence or text.startswith(("```", "~~~", "|")):
+            if self.fence or text.startswith(("```", "~~~", "|")) or RULE.match(line):
                 return False
             if not re.match(r"\S+\s+\S", text) and len(text) < self.width():
                 return False
