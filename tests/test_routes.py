@@ -239,6 +239,11 @@ def test_tiles_of_attention_stay_in_a_subgroup():
     assert attention_kernel(128, 65, replace(GPU, subgroup=4)) == "attend"
 
 
+def test_attend_split_fits_into_workgroup_memory():
+    """To merge, 31 heads of 256 take 31,992 bytes, 32 heads 33,024."""
+    assert [attention_kernel(256, 1, GPU, heads=heads) for heads in (31, 32)] == ["attend_split", "attend"]
+
+
 def test_attend_tile_fits_into_workgroup_memory():
     small, large = (replace(GPU, shared_bytes=size) for size in (16384, 32768))
     assert attention_kernel(128, 65, small) == attention_kernel(256, 65, large) == "attend_tile"

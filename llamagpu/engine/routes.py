@@ -964,7 +964,7 @@ LARGE_TILE_ROWS = 257  # fewest rows of attend_int8's large tiles
 
 
 def split_rows_fit(s: Attention, c: Caps) -> bool:
-    """Whether each query head of a KV head gets a subgroup of attend_split, and no tile is faster.
+    """Whether each query head of a KV head gets a subgroup of attend_split and memory to merge, and no tile is faster.
 
     attend_split reads keys and values again for each row. On an H200 (2026-11-16), Llama 1B, us for a layer, against
     attend_int8: 32 rows at a depth of 0 4 : 10, of 1024 32 : 21, of 4096 97 : 41; 128 rows at 0 12 : 14. Without int8
@@ -974,7 +974,8 @@ def split_rows_fit(s: Attention, c: Caps) -> bool:
     always = SPLIT_ROWS if int8_attention(s, c) else SPLIT_ROWS_F32
     few = s.m <= always or s.m * (s.bucket + s.m // 2) <= FEW_SCORES
     few = few and (not s.sinks or s.m <= MAX_SPLITS)  # whose results are merged: there is memory for so many
-    return few and s.head_dim % 64 == 0 and subgroups
+    fits = subgroups and s.heads_per_kv * (s.head_dim + 2) * 4 <= c.shared_bytes  # see subgroups_per_head
+    return few and s.head_dim % 64 == 0 and fits
 
 
 def tile_rows_fit(s: Attention, c: Caps) -> bool:
@@ -1006,7 +1007,7 @@ ATTEND: Table[Attention] = (
     Route(
         "attend_split",
         split_rows_fit,
-        "few rows or positions, head_dim % 64 = 0, a subgroup for each head of a KV head",
+        "few rows or positions, head_dim % 64 = 0, a subgroup and memory for each head of a KV head",
         lambda s, c, caps, rows, position: (s.kv_heads, s.splits, rows),
         (Role.KV_RUN, Role.PAGES, Role.INT8_BLOCK, Role.BLOCKS),
     ),
