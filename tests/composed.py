@@ -103,7 +103,7 @@ class ComposingGpu(DryGpu):
 
     def _probe(self, source: str, first: int = 0) -> NDArray[np.uint32]:
         self.sources.setdefault(source, "probe")
-        raise ComposedError
+        return np.zeros(4, np.uint32)
 
 
 def compose_all(caps: Caps, models: Iterable[Source]) -> dict[str, str]:

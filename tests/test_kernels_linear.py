@@ -121,8 +121,8 @@ class LinearCase:
         no_prologue = (self.inputs, self.prologue) == (Inputs.F32, Prologue.NONE)
         return self.epilogue is not Epilogue.STORE or (self.weight.k == 576 and (no_prologue or self.first))
 
-    def bound(self, route) -> verify_reference.Bound:
-        return linear_bound(route, self.weight, (self.inputs, self.prologue))
+    def bound(self, gpu, route) -> verify_reference.Bound:
+        return linear_bound(gpu, route, self.weight, (self.inputs, self.prologue))
 
     def shape(self, m: int) -> Linear:
         return self.weight.shape(m, self.inputs, self.prologue, self.epilogue)
@@ -163,7 +163,7 @@ def test_linear(any_gpu, route, case):
         assert [dispatch.kernel for dispatch in plan] == [route.kernel, *sums]
         run(gpu, plan, m)
         got = gpu.read(y, np.float32, (most + 1) * n).reshape(-1, n)
-        assert_close(got[:m], want[:m], *case.bound(route), f"{m} rows")
+        assert_close(got[:m], want[:m], *case.bound(gpu, route), f"{m} rows")
         assert (got[m:] == GUARD).all(), f"{m} rows: wrote behind the last"
 
 
@@ -247,7 +247,7 @@ def test_gemv_batch_of_large_matrices(gpu, route, weight):
         step.write_rows(m)
         run(gpu, plan, m)
         got = gpu.read(y, np.float32, (most + 1) * weight.n).reshape(-1, weight.n)
-        assert_close(got[:m], (given.values @ w.T)[:m], *mode_bound((Inputs.INT8, Prologue.NONE)), f"{m} rows")
+        assert_close(got[:m], (given.values @ w.T)[:m], *mode_bound(gpu, (Inputs.INT8, Prologue.NONE)), f"{m} rows")
         assert (got[m:] == GUARD).all(), "wrote behind the last row"
 
 
@@ -280,7 +280,7 @@ def test_linear_gemv_fused(gpu, weight, prologue, inputs):
         (found,) = make.linear(given.x, matrix, 1, ops.store(y, matrix), inputs, given.prologue, table)
         fill(gpu, y, weight.n)
         run(gpu, [replace(found, grid=(min(count, found.grid_for(1, 0)[0]), 1, 1))])
-        bound = mode_bound((inputs, prologue))
+        bound = mode_bound(gpu, (inputs, prologue))
         assert_close(gpu.read(y, np.float32, weight.n), (given.values @ w.T)[0], *bound, f"{count} workgroups")
 
 
@@ -311,7 +311,7 @@ def test_linear_gemv_fused_batch(gpu, weight, prologue):
         fill(gpu, y, rows + 1, weight.n)
         run(gpu, [replace(found, grid=(min(count, found.grid_for(m, 0)[0]), 1, 1))], m)
         got = gpu.read(y, np.float32, (rows + 1) * weight.n).reshape(-1, weight.n)
-        bound = mode_bound((Inputs.INT8, prologue))
+        bound = mode_bound(gpu, (Inputs.INT8, prologue))
         assert_close(got[:m], want[:m], *bound, f"{m} rows, {count} workgroups")
         assert (got[m:] == GUARD).all(), f"{m} rows: wrote behind the last"
 
@@ -473,7 +473,7 @@ def test_swiglu_to_int8_blocks(any_gpu, route, case):
             m,
         )
         got = read_blocks(gpu, y, most + 1, 3)
-        check_blocks(got[:m], want[:m])
+        check_blocks(got[:m], want[:m], case.bound(gpu, route))
         assert (got[m:].view(np.float32) == GUARD).all()
 
 
@@ -493,9 +493,9 @@ def test_tiles_stay_in_workgroup_memory(gpu, monkeypatch, route):
     matrix, given = matrix_of(shard), linear_inputs(gpu, m, HIDDEN.k, Inputs.INT8)
     y, want = gpu.zeros(m * HIDDEN.n * 4, "y"), given.values @ w.T
     output = ops.glu_blocks(y, matrix, Activation.SILU) if to_blocks else ops.store(y, matrix)
-    make = Ops(gpu, verify_reference.step_buffer(gpu, m))
+    make, bound = Ops(gpu, verify_reference.step_buffer(gpu, m)), mode_bound(gpu, (Inputs.INT8, Prologue.NONE))
     run(gpu, make.linear(given.x, matrix, m, output, Inputs.INT8, table=table), m)
     if to_blocks:
-        check_blocks(read_blocks(gpu, y, m, 2), swiglu(want))
+        check_blocks(read_blocks(gpu, y, m, 2), swiglu(want), bound)
     else:
-        assert_close(gpu.read(y, np.float32, want.size).reshape(want.shape), want, *F32)
+        assert_close(gpu.read(y, np.float32, want.size).reshape(want.shape), want, *bound)

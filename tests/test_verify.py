@@ -8,9 +8,9 @@ from llamagpu.engine import routes
 from llamagpu.errors import NumericCheckFailed
 from llamagpu.gpu import shaders
 from llamagpu.verify import verify as v
-from llamagpu.verify.kernels import Q4_WEIGHT, kernel_cases, norm_cases, tuning
+from llamagpu.verify.kernels import Q4_WEIGHT, kernel_cases, linear_cases, norm_cases, tuning
 from llamagpu.verify.others import other_cases
-from llamagpu.verify.reference import F32, Case, dequantise_blocks, quantise_blocks, round_int8
+from llamagpu.verify.reference import F32, Case, dequantise_blocks, errors, quantise_blocks, round_int8
 from llamagpu.verify.textures import texture_cases
 
 # run in another kernel's case
@@ -91,6 +91,13 @@ def test_a_kernel_that_does_not_compile(measure, only_norms, monkeypatch):  # no
     break_kernel(monkeypatch, "rms_norm_blocks", "var squares = 0.0;", "var squares = nonsense;")
     result = measure("verify")
     assert result.code == 7 and "rms_norm_blocks" in result.err and "rms_norm_vec4" not in result.err
+
+
+def test_int8_bound_is_larger_only_where_sums_are_rounded(gpu):
+    """The probe says what the kernel does: its squared error is 3e-14, or 2e-10."""
+    for case in linear_cases(gpu, quick=True):
+        if case.kernel == "linear_gemm_int8":
+            assert (errors(*case.compare())[0] < 1e-12) == (case.bound == F32) == gpu.exact_int8_sums, case.shape
 
 
 def test_nan_is_not_right():

@@ -423,6 +423,19 @@ class Gpu:
         )
         return int(self._probe(source)[0])
 
+    @cached_property
+    def exact_int8_sums(self) -> bool:
+        """Whether fma(MAGIC + n, d, -MAGIC * d) is n * d (parts/dot_int8.wgsl): WGSL lets fma round twice.
+
+        llvmpipe's fma does, but its compiler turns this one into (MAGIC + n - MAGIC) * d.
+        """
+        d = 0x3F800004  # 1 + 2^-21, times MAGIC + 1: rounded it loses 2^-21
+        source = (
+            "@group(0) @binding(0) var<storage, read_write> y: array<f32>;\n@compute @workgroup_size(1) fn main() "
+            "{ let sum = bitcast<f32>(bitcast<u32>(y[1]) + 0x4B400001u); y[0] = fma(sum, y[0], y[0] * -12582912.0); }"
+        )
+        return bool(self._probe(source, d)[0] == d)
+
     def _probe(self, source: str, first: int = 0) -> NDArray[np.uint32]:
         """Run a kernel on four words, of which the first is given; return the words."""
         module = self.device.create_shader_module(code=source, label="probe")

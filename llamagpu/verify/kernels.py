@@ -23,6 +23,7 @@ from llamagpu.verify.reference import (
     REQUANTISED,
     REQUANTISED_HALVES,
     ROUNDED_F16,
+    ROUNDED_SUMS,
     ROUNDED_WEIGHTS,
     Answer,
     Array,
@@ -134,14 +135,14 @@ def matrix_case(gpu: Gpu, route: Route[Linear], weight: Weight) -> Case:
 
 def linear_case(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode, m: int) -> Case:
     shape = f"{weight.name}, {mode_name(mode)}, m {m}{tuning(route)}"
-    bound = linear_bound(route, weight, mode)
+    bound = linear_bound(gpu, route, weight, mode)
     return Case(route.kernel, shape, partial(linear, gpu, route, weight, mode, m), bound)
 
 
-def linear_bound(route: Route[Linear], weight: Weight, mode: InputMode) -> Bound:
+def linear_bound(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode) -> Bound:
     if route.kernel == "linear_gemm_int8" and weight.storage.two_bytes:
         return ROUNDED_WEIGHTS
-    return HALVES if route.kernel == "linear_matrix" else mode_bound(mode)
+    return HALVES if route.kernel == "linear_matrix" else mode_bound(gpu, mode)
 
 
 def mode_name(mode: InputMode) -> str:
@@ -149,9 +150,13 @@ def mode_name(mode: InputMode) -> str:
     return f"{inputs} x" if prologue is Prologue.NONE else f"{inputs} x after {prologue}"
 
 
-def mode_bound(mode: InputMode) -> Bound:
+def mode_bound(gpu: Gpu, mode: InputMode) -> Bound:
     inputs, prologue = mode
-    return REQUANTISED if inputs is Inputs.INT8 and prologue is not Prologue.NONE else F32
+    if inputs is not Inputs.INT8:
+        return F32
+    if prologue is not Prologue.NONE:
+        return REQUANTISED
+    return F32 if gpu.exact_int8_sums else ROUNDED_SUMS
 
 
 def tuning(route: Route[S]) -> str:
@@ -173,7 +178,7 @@ def stage_cases(gpu: Gpu) -> Iterator[Case]:
     for weight, mode, m in (*one, *four) if gpu.caps.subgroup >= 4 else ():
         route = routes.fused_linear(weight.shape(m, *mode), GridSize(1, 128), gpu.caps)
         compare = partial(linear, gpu, replace(route, grid=lambda *_: (3, 1, 1)), weight, mode, m)
-        yield Case(route.kernel, f"{weight.name}, {mode_name(mode)}, m {m}", compare, mode_bound(mode))
+        yield Case(route.kernel, f"{weight.name}, {mode_name(mode)}, m {m}", compare, mode_bound(gpu, mode))
 
 
 def linear(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode, m: int) -> Answer:

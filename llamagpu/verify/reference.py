@@ -30,6 +30,8 @@ Answer = tuple[Array, Array]  # result of the device, reference
 # f32 sums of some thousand products: 1e-13 and 1e-6 measured. The margin allows for other orders of addition,
 # and for an exp and inverseSqrt that are a few ulp off.
 F32 = (1e-10, 1e-5)
+# int8 sums of an adapter whose fma rounds twice (Gpu.exact_int8_sums): 1e-7 and 2.3e-4 measured
+ROUNDED_SUMS = (5e-7, 1e-3)
 COPIED = (1e-13, 3e-7)  # one product and one sum in f32, perhaps fused
 # f32 sums rounded to int8: a value near a tie may round differently, by 1/127 of the largest value
 REQUANTISED = (1e-5, 5e-3)
