@@ -807,15 +807,16 @@ def attention_can_rotate(head_dim: int, rope_dims: int) -> bool:
 def fused_linear(s: Linear, grid: GridSize, caps: Caps) -> Route[Linear]:
     """As many lanes share two rows as give every subgroup something to do.
 
-    The prefetch is shorter where f32 inputs or f16 weights take the registers (F16 -10 %, f32 inputs -2 to -5 % on an
-    H200, 2026-11-15).
+    The prefetch is shorter where f32 inputs, f16 or q6 weights take the registers (F16 -10 %, f32 inputs -2 to -5 % on
+    an H200, 2026-11-15; Q4_K_M, which has stages of both q4 and q6, tokens a second of 1B / 3B / 8B 2103 / 1041 / 580,
+    with 4 blocks of q6 1194 / 514 / 573, 2026-11-17).
     """
     if s.m > 1:
         return _fused_batch(s, grid, caps)
     lanes = caps.subgroup
     while 2 * lanes <= grid.invocations and lanes < s.k // 32 and s.n * lanes <= grid.workgroups * grid.invocations:
         lanes *= 2
-    prefetch = 2 if s.inputs is not Inputs.INT8 or s.storage.two_bytes else 4
+    prefetch = 2 if s.inputs is not Inputs.INT8 or s.storage.two_bytes or s.storage is Storage.Q6 else 4
     consts = {"WORKGROUP": grid.invocations, "LANES": lanes, "PREFETCH": prefetch}
     parts = (*DOT_PARTS, Role.TURN, Role.ROWS)
     return Route("linear_gemv_fused", lambda s, c: is_gemv(s), "a fused stage", row_pair_grid, parts, consts)
