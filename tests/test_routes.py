@@ -239,6 +239,13 @@ def test_tiles_of_attention_stay_in_a_subgroup():
     assert attention_kernel(128, 65, replace(GPU, subgroup=4)) == "attend"
 
 
+def test_rows_of_many_sequences_share_no_keys():
+    """However deep they are; rows of one sequence are a tile."""
+    deep = Attention(64, 32, 8, 64, bucket=1537, int8=True)
+    kernels = [select(routes.ATTEND, replace(deep, segments=count), GPU).kernel for count in (64, 40, 16, 1)]
+    assert kernels == ["attend_split", "attend_split", "attend_int8", "attend_int8"]
+
+
 def test_attend_split_fits_into_workgroup_memory():
     """To merge, 31 heads of 256 take 31,992 bytes, 32 heads 33,024."""
     assert [attention_kernel(256, 1, GPU, heads=heads) for heads in (31, 32)] == ["attend_split", "attend"]

@@ -967,13 +967,13 @@ LARGE_TILE_ROWS = 257  # fewest rows of attend_int8's large tiles
 def split_rows_fit(s: Attention, c: Caps) -> bool:
     """Whether each query head of a KV head gets a subgroup of attend_split and memory to merge, and no tile is faster.
 
-    attend_split reads keys and values again for each row. On an H200 (2026-11-16), Llama 1B, us for a layer, against
-    attend_int8: 32 rows at a depth of 0 4 : 10, of 1024 32 : 21, of 4096 97 : 41; 128 rows at 0 12 : 14. Without int8
-    it is the faster one up to 64 rows.
+    attend_split reads keys and values again for each row, which costs nothing where most rows are of sequences of their
+    own. On an H200 (2026-11-16), Llama 1B, us for a layer, against attend_int8: 32 rows at a depth of 0 4 : 10, of 1024
+    32 : 21, of 4096 97 : 41; 128 rows at 0 12 : 14. Without int8 it is the faster one up to 64 rows.
     """
     subgroups = c.subgroup >= 4 and s.heads_per_kv * c.subgroup <= c.invocations
     always = SPLIT_ROWS if int8_attention(s, c) else SPLIT_ROWS_F32
-    few = s.m <= always or s.m * (s.bucket + s.m // 2) <= FEW_SCORES
+    few = s.m <= max(always, 2 * s.segments) or s.m * (s.bucket + s.m // 2) <= FEW_SCORES
     few = few and (not s.sinks or s.m <= MAX_SPLITS)  # whose results are merged: there is memory for so many
     fits = subgroups and s.heads_per_kv * (s.head_dim + 2) * 4 <= c.shared_bytes  # see subgroups_per_head
     return few and s.head_dim % 64 == 0 and fits
