@@ -40,6 +40,7 @@ CACHE_BOUNDS = {KvType.F32: F32, KvType.F16: F16_CACHE, KvType.Q8_0: Q8_0_CACHE}
 # 9e-5 and 1e-2 in these models (the reference changes as much when its inputs change by 2e-7), several gave 3.4e-4 on a
 # GPU. A wrong scale or a lost group gives more than 1e-2.
 INT8 = (1e-3, 3e-2)
+F16_BLOCKS = (1e-4, 1e-2)  # int8 in the output head alone: measured 1.2e-5 and 3e-3
 INT8_WEIGHTS = (1e-3, 4e-2)  # prompts round f16 weights, too
 INT8_ATTENTION = (3e-3, 0.1)  # against exact activations: measured 2e-4 to 7e-4, with int8 attention as without
 
@@ -654,16 +655,34 @@ def test_kernels_notice_subgroups_of_another_size(tmp_path, caplog, backend):
     check_against_reference(run, path)
 
 
+def on_matrix_units(gpu, path, ffn, rows):
+    """A prompt on matrices that need no subgroups of 32: logits, those of float64 with an int8 output head, kernels."""
+    shape = {"dim": 128, "heads": 2, "kv_heads": 1, "head_dim": 64, "ffn": ffn, "layers": 2}
+    tiny_llama(path, ggml_type="Q4_0", **shape)
+    run, ids = (
+        load_one(gpu, path, context=128, chunk=128, precision=Precision.FAST, kv_type=KvType.F16),
+        token_ids(rows),
+    )
+    want = Reference(GgufFile(path), kv_type=KvType.F16, int8_decode=True).forward(ids)[-1]
+    linears = [d for d in run.model.plan(rows).dispatches if d.kernel.startswith("linear_") and d.layer is not None]
+    return run.logits_after(ids), want, [d.kernel for d in linears]
+
+
 @pytest.mark.parametrize("matrix", ["16x16"])
 def test_a_prompt_on_matrix_units(matrix_gpu, tmp_path, monkeypatch):
     """All linears of a layer read f16 blocks, whoever writes them; the output head of one row reads int8."""
-    monkeypatch.setattr(caps.Caps, "matrices", True)  # emulated ones need no subgroups of 32
-    path = tiny_llama(
-        tmp_path / "m.gguf", dim=128, heads=2, kv_heads=1, head_dim=64, ffn=192, layers=2, ggml_type="Q4_0"
-    )
-    run = load_one(matrix_gpu, path, context=128, chunk=128, precision=Precision.FAST, kv_type=KvType.F16)
-    ids = token_ids(70)
-    want = reference_of(run, path).forward(ids)[-1]
-    assert_close(run.logits_after(ids), want, *INT8)
-    linears = [d for d in run.model.plan(128).dispatches if isinstance(d.shape, routes.Linear) and d.layer is not None]
-    assert {d.kernel for d in linears} == {"linear_matrix"}
+    monkeypatch.setattr(caps.Caps, "matrices", True)
+    got, want, kernels = on_matrix_units(matrix_gpu, tmp_path / "m.gguf", 192, 70)
+    assert_close(got, want, *F16_BLOCKS)
+    assert set(kernels) == {"linear_matrix"}
+
+
+@pytest.mark.parametrize("matrix", ["16x16"])
+def test_few_rows_on_matrix_units(matrix_gpu, tmp_path, monkeypatch):
+    """Linears of f16 and of int8 blocks alternate, and the norm after one that is split over k adds the splits up."""
+    monkeypatch.setattr(caps.Caps, "matrices", True)
+    monkeypatch.setattr(routes, "LONG_ROWS", 256)
+    got, want, kernels = on_matrix_units(matrix_gpu, tmp_path / "m.gguf", 512, 20)
+    assert_close(got, want, *INT8)
+    layer = ["linear_matrix", "linear_gemm_int8", "linear_matrix", "linear_matrix"]  # qkv, attn_output, gate_up, down
+    assert kernels == [*layer, *layer, "linear_sum"]
