@@ -119,6 +119,8 @@ def test_int8_tiles_fill_a_large_gpu(n, k):
         (17, 16384, 2048, Q4, "linear_matrix"),
         (17, 2048, 8192, Q4, "linear_matrix"),
         (64, 3072, 2048, Q4, "linear_gemm_int8"),  # a small matrix: only from 65 tokens on
+        (9, 28672, 4096, Q4, "linear_matrix"),
+        (8, 28672, 4096, Q4, "linear_gemv_batch"),
         (16, 4096, 4096, Q4, "linear_gemv_batch"),
         (512, 16384, 2048, Storage.BF16, "linear_gemm_int8"),  # may be beyond f16
     ],

@@ -518,12 +518,15 @@ def int8_tile_fits(s: Linear, rows: int, splits: int) -> bool:
 
 
 # Tiles of linear_matrix, on subgroup matrices: token rows, matrix rows, strips of 16 tokens of a subgroup, teams.
-# Measured on an H200 (2026-11-16) with the matrices of Llama 1B and 8B: the wrong choice costs up to 2x. Up to 16 token
-# rows the GEMV kernels are as fast, up to 64 the int8 tiles of a small matrix (a step of 32 rows of 1B, us: 1933 on
-# matrices alone, 1504 with both).
-MATRIX_ROWS = 17  # fewest token rows
+# Measured on an H200 (2026-11-16) with the matrices of Llama 1B and 8B: the wrong choice costs up to 2x. With 16 token
+# rows a large matrix is faster on matrices (8B, us: gate_up 60, by GEMV 79; ffn_down 32 and 38), with 8 none is. Up to
+# 64 the int8 tiles of a small one are as fast (a step of 32 rows of 1B: 1933 us on matrices alone, 1504 with both).
+MATRIX_ROWS = 9  # fewest token rows
 CORES = 132  # of an H200
-MATRIX_TILES = ((32, 128, 2, 1), (32, 64, 2, 2), (64, 64, 4, 2), (128, 128, 4, 1), (128, 64, 4, 2))
+MATRIX_TILES = (
+    *((16, 64, 1, 2), (32, 128, 2, 1), (32, 64, 2, 2)),
+    *((64, 64, 4, 2), (128, 128, 4, 1), (128, 64, 4, 2)),
+)
 LONG_ROWS = 4096  # k from which on a split costs less than small tiles
 
 
@@ -545,20 +548,23 @@ MATRIX_BYTES = max(matrix_tile_bytes(matrix_consts(tile)) for tile in MATRIX_TIL
 
 def matrix_tile(s: Linear, c: Caps) -> tuple[int, int, int, int]:
     """Small tiles where large ones are fewer than cores, unless long rows can be split; or where 32 KiB must do."""
+    if s.m <= 16:
+        return MATRIX_TILES[0]
     if s.m <= 32:
-        return MATRIX_TILES[0] if s.n >= 16384 else MATRIX_TILES[1]
+        return MATRIX_TILES[1] if s.n >= 16384 else MATRIX_TILES[2]
     if s.m <= 64 or c.shared_bytes < MATRIX_BYTES:
-        return MATRIX_TILES[2]
+        return MATRIX_TILES[3]
     enough = tile_count(s, 128, 128) >= 96 or s.k >= LONG_ROWS
-    return MATRIX_TILES[3] if enough else MATRIX_TILES[4]
+    return MATRIX_TILES[4] if enough else MATRIX_TILES[5]
 
 
 def matrix_splits(s: Linear, c: Caps) -> int:
-    """Workgroups that share a tile: 128 large ones, 256 small ones."""
+    """Workgroups that share a tile: 128 large ones, 256 small ones, 512 of the smallest (ffn_down of 8B with 16 token
+    rows: 47 us with 256, 32 with 512)."""
     if s.n % 2 or not no_extras(s) or s.k < LONG_ROWS:
         return 1
     rows, columns, *_ = matrix_tile(s, c)
-    tiles, wanted = tile_count(s, rows, columns), 128 if rows == 128 else 256
+    tiles, wanted = tile_count(s, rows, columns), {128: 128, 16: 512}.get(rows, 256)
     if rows == 128 and CORES < tiles < 3 * CORES // 2:  # a second round with few
         return 2
     return next((splits for splits in GRID_SPLITS if tiles * splits >= wanted), GRID_SPLITS[-1])
@@ -567,7 +573,8 @@ def matrix_splits(s: Linear, c: Caps) -> int:
 def on_matrices(s: Linear, c: Caps) -> bool:
     if s.storage is Storage.BF16:  # may be beyond f16
         return False
-    enough = s.m > 64 or (s.m >= MATRIX_ROWS and max(s.n, s.k) >= LONG_ROWS)
+    large = s.n * s.k >= 4 * SMALL_MATRIX if s.m <= 16 else max(s.n, s.k) >= LONG_ROWS
+    enough = s.m > 64 or (s.m >= MATRIX_ROWS and large)
     return enough and c.matrices and s.inputs is Inputs.F16 and tiles_of_blocks(s, c)
 
 
@@ -689,13 +696,13 @@ LINEAR: Table[Linear] = (
         row_pair_grid,
         (*WEIGHT_PARTS, Role.REDUCE),
     ),
+    *(_matrix_route(tile, splits) for tile in MATRIX_TILES for splits in GRID_SPLITS),
     *(
         _gemv_batch_route(width, case, fits, consts)
         for width in GEMV_WIDTHS
         for case, widths, fits, consts in GEMV_BATCH_SHAPES
         if width in widths
     ),
-    *(_matrix_route(tile, splits) for tile in MATRIX_TILES for splits in GRID_SPLITS),
     *(_gemm_int8_route(rows, 1, to_blocks=True) for rows in GEMM_TILE_ROWS),
     *(_gemm_int8_route(rows, splits, to_blocks=False) for rows in GEMM_TILE_ROWS for splits in GRID_SPLITS),
     *(_gemm_route(*tile) for tile in F32_TILES),
