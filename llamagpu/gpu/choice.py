@@ -26,9 +26,9 @@ from llamagpu.gpu.caps import Library
 from llamagpu.gpu.shaders import kernel_files
 from llamagpu.gpu.webgpu import Adapter, GPUError
 
-# On an H200 one sequence of Llama 1B in Q4_0 gets 2334 tokens a second of Dawn and 2295 of wgpu, but of Gemma 3 4B 321
-# and 749, and Q4_K_M needs more bindings than Dawn has. A step of 64 sequences of 8B takes 8.9 and 14.1 ms, of 32 6.0
-# and 8.4.
+# On an H200 one sequence of Llama 1B in Q4_0 gets 2364 tokens a second of Dawn and 2298 of wgpu, but in Q4_K_M, which
+# needs more bindings than Dawn has, 1438 and 2103, and of Gemma 3 4B 321 and 749. 64 sequences of 8B get 6631 and 4421,
+# 32 5078 and 3572, 16 2997 and 3082.
 MANY_SEQUENCES = 32
 TRIAL_S = 120.0  # a first compilation on a software adapter takes seconds
 DAY_S = 86400
