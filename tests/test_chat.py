@@ -379,7 +379,8 @@ def test_words_wrap():
     assert SGR.sub("", shown("> one two three", 9)) == "│ one two\n│ three\n"
     assert shown("abcdefghij klm", 4) == "abcd\nefgh\nij\nklm\n"
     assert shown("\u65e5\u672c\u8a9e\u6587\u5b57", 4) == "\u65e5\u672c\n\u8a9e\u6587\n\u5b57\n"  # two columns each
-    assert shown("----1", 4, pieces=1) == shown("----1", 4, pieces=1000) == "----\n1\n"  # no rule: a line that goes on
+    for text in ("----1", ">   1", "1111. 1"):  # as wide as the line before its kind is known
+        assert shown(text, 4, pieces=1) == shown(text, 4, pieces=1000)
     assert shown("          deep indent here", 9).splitlines()[-1].strip() == "here"
     assert shown("# a **b** `c`\n```\nlong line of code\n```", 8, styled=False) == (
         "# a\n**b**\n`c`\n```\nlong line of code\n```\n"

@@ -13,6 +13,7 @@ from llamagpu.markdown import table
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # the model must not control the terminal
 SGR = re.compile(r"\x1b\[[\d;]*m")
 BLOCK = re.compile(r"(\s*)(?:(#{1,6})|([-*+])|(\d{1,9}[.)])|(>))[ \t]+(?=\S)")
+BEGUN = re.compile(r"\s*(?:#{1,6}|[-*+>]|\d{1,9}[.)]?)[ \t]*$")  # what BLOCK may still match
 RULE = re.compile(r"\s*([-*_])\1{2,}\s*$")
 FENCE = re.compile(r"\s*(```+|~~~+)[^`]*$")
 DELIMITER = re.compile(r"\s*:?-+:?\s*")  # a cell of the line below a table's header
@@ -129,7 +130,7 @@ class MarkdownView:
         line, newline, _ = self.pending.partition("\n")
         text = line.lstrip()
         if not newline and not last:
-            if self.fence or text.startswith(("```", "~~~", "|")) or RULE.match(line):
+            if self.fence or text.startswith(("```", "~~~", "|")) or RULE.match(line) or BEGUN.match(line):
                 return False
             if not re.match(r"\S+\s+\S", text) and len(text) < self.width():
                 return False
