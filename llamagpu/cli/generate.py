@@ -126,6 +126,7 @@ def generate(
     if prompt_cache and not prompt_cache_ro:
         save_prompt(run, prompt_cache, quiet)
     if run.finish_reason == "interrupted":
+        llama.close()  # a driver may crash where the process ends while steps run (SwiftShader does)
         raise typer.Exit(Interrupted.exit_code)
 
 
