@@ -281,8 +281,11 @@ def test_where_dawn_is_used(
         assert same_in_dawn(adapter, listed[Library.WGPU], listed.__getitem__) is other
         monkeypatch.delenv("LLAMAGPU_BACKEND", raising=False)
         few, many = (choose_adapter(None, listed.__getitem__, sequences) for sequences in (1, choice.MANY_SEQUENCES))
-        assert few == (adapter, "it decodes fewer than 32 sequences as fast or faster; Dawn reads prompts faster")
+        assert few == (adapter, "auto takes Dawn from 32 sequences on")
         assert many == (other, "Dawn is faster for 32 sequences or more")
+        monkeypatch.setenv("LLAMAGPU_BACKEND", "dawn")
+        with pytest.raises(NoAdapter, match="Dawn finds no adapter with all that it needs"):
+            choose_adapter(None, lambda library: [])
         with pytest.raises(NoAdapter, match="does not offer"):  # a second GPU of the same kind
             same_in_dawn(listed[Library.WGPU][1], listed[Library.WGPU], listed.__getitem__)
 
@@ -296,6 +299,9 @@ def test_trials_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     known = {LIBRARY: Trial(True)}
     monkeypatch.setattr(choice, "run_trials", lambda path: runs.append(path) or dict(known))
     info = adapter_of("dawn").info
+    other = path.with_suffix(".node")  # is loaded in another way
+    other.write_bytes(b"library")
+    assert dawn.library_digest(path) != dawn.library_digest(other)
     assert trials(path) == trials(path) == known and len(runs) == 1
     assert choice.adapter_trial(info) == Trial(False, why="its trial did not find this adapter") and len(runs) == 2
     known[adapter_key(info)] = Trial(True, True)

@@ -54,7 +54,9 @@ def choose_adapter(wanted: str | None, listed: Listing = list_adapters, sequence
     """
     library = wanted_library()
     if library is Library.DAWN:
-        adapter = select_adapter(listed(Library.DAWN), wanted)
+        if not (offered := listed(Library.DAWN)):
+            raise NoAdapter("Dawn finds no adapter with all that it needs; wgpu may", REMEDY_WGPU)
+        adapter = select_adapter(offered, wanted)
         if not (trial := adapter_trial(adapter.info)).right:
             raise NoAdapter(f"Dawn is not used on {adapter.info['device']}: {trial.why}", REMEDY_WGPU)
         return adapter, "--backend dawn"
@@ -79,7 +81,7 @@ def why_for_few() -> str:
     from llamagpu.gpu.dawn import library_path
 
     library_path()
-    return f"it decodes fewer than {MANY_SEQUENCES} sequences as fast or faster; Dawn reads prompts faster"
+    return f"auto takes Dawn from {MANY_SEQUENCES} sequences on"
 
 
 def wanted_library() -> Library:

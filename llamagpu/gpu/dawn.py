@@ -194,9 +194,13 @@ def library_path() -> Path:
 @cache
 def library_digest(path: Path) -> str:
     """By the size and the first MiB, which has the build's id: all 130 MB would take a tenth of a second."""
-    with path.open("rb") as file:
-        start = file.read(1 << 20)
-    return hashlib.blake2b(start + str(path.stat().st_size).encode(), digest_size=8).hexdigest()
+    try:
+        with path.open("rb") as file:
+            start = file.read(1 << 20)
+    except OSError as error:
+        raise NoAdapter(f"Dawn ({path}) is not used: {error.strerror}", REMEDY_LIBRARY) from error
+    facts = f"{path.stat().st_size}{path.suffix}"  # by which it is loaded, see find_functions
+    return hashlib.blake2b(start + facts.encode(), digest_size=8).hexdigest()
 
 
 @cache
