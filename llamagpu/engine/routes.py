@@ -520,14 +520,14 @@ def int8_tile_fits(s: Linear, rows: int, splits: int) -> bool:
 # Tiles of linear_matrix, on subgroup matrices: token rows, matrix rows, strips of 16 tokens of a subgroup, teams.
 # Measured on an H200 (2026-11-16) with the matrices of Llama 1B and 8B: the wrong choice costs up to 2x. With 16 token
 # rows a large matrix is faster on matrices (8B, us: gate_up 60, by GEMV 79; ffn_down 32 and 38), with 8 none is. Up to
-# 64 the int8 tiles of a small one are as fast (a step of 32 rows of 1B: 1933 us on matrices alone, 1504 with both).
+# 64 the int8 tiles of a small one are faster (a step of 32 rows of 1B: 1933 us on matrices alone, 1504 with both).
 MATRIX_ROWS = 9  # fewest token rows
 CORES = 132  # of an H200
 MATRIX_TILES = (
     *((16, 64, 1, 2), (32, 128, 2, 1), (32, 64, 2, 2)),
     *((64, 64, 4, 2), (128, 128, 4, 1), (128, 64, 4, 2)),
 )
-LONG_ROWS = 4096  # k from which on a split costs less than small tiles
+LONG_ROWS = 4096  # k from which on a split costs less than small tiles; or n: a matrix that is not small
 
 
 def matrix_consts(tile: tuple[int, int, int, int]) -> dict[str, int]:
@@ -645,7 +645,8 @@ def _gemm_int8_route(rows: int, splits: int, to_blocks: bool) -> Route[Linear]:
 
 def _matrix_route(tile: tuple[int, int, int, int], splits: int) -> Route[Linear]:
     rows, columns, *_ = tile
-    needs = f"f16 x, k % 64 = 0, group % 32 = 0 or 16, m >= {MATRIX_ROWS}, matrix units, tiles of {rows} x {columns}"
+    needs = f"f16 x, k % 64 = 0, group % 32 = 0 or 16, m >= {MATRIX_ROWS} (a small matrix: > 64), matrix units, "
+    needs += f"tiles of {rows} x {columns}"
     needs += f", k split {splits} times" if splits > 1 else ""
     consts = matrix_consts(tile) | {"EPILOGUE_LANES": 32, "TOKENS": 16} | ({"GRID_SPLIT": splits} if splits > 1 else {})
 
@@ -981,7 +982,7 @@ def split_rows_fit(s: Attention, c: Caps) -> bool:
     """
     subgroups = c.subgroup >= 4 and s.heads_per_kv * c.subgroup <= c.invocations
     always = SPLIT_ROWS if int8_attention(s, c) else SPLIT_ROWS_F32
-    few = s.m <= max(always, 2 * s.segments) or s.m * (s.bucket + s.m // 2) <= FEW_SCORES
+    few = s.m <= always or s.m < 2 * s.segments or s.m * (s.bucket + s.m // 2) <= FEW_SCORES
     few = few and (not s.sinks or s.m <= MAX_SPLITS)  # whose results are merged: there is memory for so many
     fits = subgroups and s.heads_per_kv * (s.head_dim + 2) * 4 <= c.shared_bytes  # see subgroups_per_head
     return few and s.head_dim % 64 == 0 and fits
