@@ -678,13 +678,15 @@ def test_a_prompt_on_matrix_units(matrix_gpu, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("matrix", ["16x16"])
+@pytest.mark.parametrize("ffn", [512, 192])
 @pytest.mark.parametrize("rows, small", [(20, "linear_gemm_int8"), (12, "linear_gemv_batch")])
-def test_few_rows_on_matrix_units(matrix_gpu, tmp_path, monkeypatch, rows, small):
+def test_few_rows_on_matrix_units(matrix_gpu, tmp_path, monkeypatch, rows, small, ffn):
     """Linears of f16 and of int8 blocks alternate, and the norm after one that is split over k adds the splits up."""
     monkeypatch.setattr(caps.Caps, "matrices", True)
     monkeypatch.setattr(routes, "LONG_ROWS", 256)
     monkeypatch.setattr(routes, "SMALL_MATRIX", 8192)
-    got, want, kernels = on_matrix_units(matrix_gpu, tmp_path / "m.gguf", 512, rows)
+    got, want, kernels = on_matrix_units(matrix_gpu, tmp_path / "m.gguf", ffn, rows)
     assert_close(got, want, *INT8)
-    layer = ["linear_matrix", small, "linear_matrix", "linear_matrix"]  # qkv, attn_output, gate_up, down
-    assert kernels == [*layer, *layer, "linear_sum"]
+    layer = ["linear_matrix", small, "linear_matrix"]  # qkv, attn_output, gate_up
+    down, last = ("linear_matrix", ["linear_sum"]) if ffn == 512 else (small, [])
+    assert kernels == [*layer, down, *layer, down, *last]
