@@ -1,4 +1,5 @@
-// y[m, HEADS, HEAD_DIM] = softmax(q K^T) V of one token or a few over a long context, cut into splits (flash decoding).
+// y[m, HEADS, HEAD_DIM] = softmax(q K^T) V of one token, of a few, or of many that are of different sequences, over a long context
+// that is cut into splits (flash decoding).
 // A workgroup takes one KV head, one split of the context and one token. Its subgroups are (query head of the KV head)
 // x SUBGROUPS_PER_HEAD, so that K and V come from memory once for all heads that share them. Within a subgroup,
 // LANES_PER_POSITION lanes share a position and read its key and value along head_dim, 16 bytes each (runs). They have their

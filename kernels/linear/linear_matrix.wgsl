@@ -1,4 +1,4 @@
-// y[m, N] = x[m, K] @ W[N, K]^T, many tokens, x as f16 blocks: GEMM on subgroup matrices, f16 with f32 sums.
+// y[m, N] = x[m, K] @ W[N, K]^T, many tokens, or a few and a large W, x as f16 blocks: GEMM on subgroup matrices, f16 with f32 sums.
 // A workgroup computes a tile of TILE_M tokens x TILE_N rows, a subgroup 16 * DOWN x 64 of it. The sums are 16 variables with
 // names: drivers keep an array of matrices in memory, six times slower on an H200, and a struct of them 15 % slower. In an
 // iteration 64 k of x and of W go to workgroup memory, W as f16 times its scales; the next iteration's loads are in flight

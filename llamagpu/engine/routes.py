@@ -548,7 +548,7 @@ MATRIX_BYTES = max(matrix_tile_bytes(matrix_consts(tile)) for tile in MATRIX_TIL
 
 def matrix_tile(s: Linear, c: Caps) -> tuple[int, int, int, int]:
     """Small tiles where large ones are fewer than cores, unless long rows can be split; or where 32 KiB must do."""
-    if s.m <= 16:
+    if s.m <= MATRIX_TILES[0][0]:
         return MATRIX_TILES[0]
     if s.m <= 32:
         return MATRIX_TILES[1] if s.n >= 16384 else MATRIX_TILES[2]
@@ -573,7 +573,7 @@ def matrix_splits(s: Linear, c: Caps) -> int:
 def on_matrices(s: Linear, c: Caps) -> bool:
     if s.storage is Storage.BF16:  # may be beyond f16
         return False
-    large = s.n * s.k >= 4 * SMALL_MATRIX if s.m <= 16 else max(s.n, s.k) >= LONG_ROWS
+    large = s.n * s.k >= 4 * SMALL_MATRIX if s.m <= GEMV_WIDTHS[-1] else max(s.n, s.k) >= LONG_ROWS
     enough = s.m > 64 or (s.m >= MATRIX_ROWS and large)
     return enough and c.matrices and s.inputs is Inputs.F16 and tiles_of_blocks(s, c)
 
