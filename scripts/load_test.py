@@ -5,10 +5,11 @@ Every text that is finished must equal that of the same request alone, and after
 Prints tokens per second and the times between tokens. `--fuzz SECONDS` sends random requests, valid and not, instead.
 
     scripts/load_test.py -m MODEL --clients 64 --requests 256 [--parallel 32]
-    scripts/load_test.py -m MODEL --compare --clients 64 --parallel 64 --requests 640
+    scripts/load_test.py --synthetic llama-3.2-1b --compare --clients 64 --parallel 64 --requests 640
     scripts/load_test.py --url http://127.0.0.1:8080 --clients 16
 
-`--compare` gives the server the work of `llamagpu bench --parallel` and prints its share of that speed.
+`--compare` gives the server the work of `llamagpu bench --parallel` and prints its share of that speed. `--synthetic`
+serves random weights of these shapes with the tokens of MODEL.
 """
 
 import argparse
@@ -20,20 +21,35 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import numpy as np
+
+from llamagpu.convert.gguf_header import encode_header, padding, tensor_bytes
+from llamagpu.engine.synthetic import SMALL_SCALE, SyntheticFile, synthetic_metadata
+from llamagpu.errors import LlamaGpuError
+from llamagpu.files.gguf_file import BLOCKS, GgufFile
+from llamagpu.hub.registry import resolve
 
 WORDS = "the quick brown fox jumps over a lazy dog and then it sleeps in the warm sun for an hour"
 TIMEOUT_S = 600.0
 METRIC = "llamagpu_"
+UNUSED = 5  # the type of a token that stands for nothing
+SCALES = {
+    "Q4_0": (0, SMALL_SCALE),
+    "Q6_K": (208, SMALL_SCALE / 64),
+    "Q8_0": (0, SMALL_SCALE / 16),
+}  # where a block has its scale, and a small one
 COMPARED_PROMPT, COMPARED_NEW = 128, 64  # words and tokens of a request with --compare
 
 
@@ -232,7 +248,8 @@ def compared(report: Report, args: argparse.Namespace) -> str:
     if args.url:
         return result
     command = [sys.executable, "-m", "llamagpu", "bench", "-m", args.model, "-p", str(prompt), "-n", str(new)]
-    output = subprocess.run([*command, "-npl", str(args.parallel), "-o", "jsonl"], stdout=subprocess.PIPE, check=True)
+    command += ["-npl", str(args.parallel), "-o", "jsonl", *args.serve_arguments]
+    output = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     row = json.loads(output.stdout)
     return (
         f"{result}, {100 * speed / row['speed']:.0f} % of bench --parallel {args.parallel}: {row['speed']:.1f} tok/s "
@@ -283,6 +300,50 @@ def fuzz(url: str, headers: dict[str, str], seconds: float, seed: int) -> Counte
     return statuses
 
 
+def write_synthetic(shapes: str, tokens: Path, path: Path) -> None:
+    """A file of these shapes in Q4_0, with random weights and the tokenizer of `tokens`, whose tokens must be fewer."""
+    file, rng = SyntheticFile(shapes), np.random.default_rng(0)
+    with closing(GgufFile(tokens)) as source:
+        metadata = {key: value for key, value in source.metadata.items() if key.startswith("tokenizer.")}
+    known = metadata["tokenizer.ggml.tokens"]
+    if (missing := file.config.vocab - len(known)) < 0:
+        raise LlamaGpuError(f"{tokens} has {len(known)} tokens, {shapes} only {file.config.vocab}")
+    metadata["tokenizer.ggml.tokens"] = [*known, *(f"<unused {i}>" for i in range(missing))]
+    for name, value in (("token_type", UNUSED), ("scores", 0)):
+        if (key := f"tokenizer.ggml.{name}") in metadata:
+            metadata[key] = np.append(metadata[key], np.full(missing, value, metadata[key].dtype))
+    tensors = file.tensors.values()
+    header = encode_header(synthetic_metadata(shapes) | metadata, [(t.name, t.ggml_type, t.shape) for t in tensors])
+    with path.open("wb") as out:
+        out.write(header)
+        for tensor in tensors:
+            size = tensor_bytes(tensor.ggml_type, tensor.shape)
+            if tensor.ggml_type == "F32":
+                blocks = np.ones(size // 4, np.float32)
+            else:
+                first, scale = SCALES[tensor.ggml_type]
+                block = BLOCKS[tensor.ggml_type][1]
+                blocks = rng.integers(0, 256, (size // block, block), np.uint8)
+                blocks[:, first : first + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+            out.write(blocks.tobytes() + padding(size))
+
+
+@contextmanager
+def synthetic(args: argparse.Namespace) -> Iterator[None]:
+    """With --synthetic, the model is a file that is removed afterwards."""
+    if not args.synthetic:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{args.synthetic}.gguf"
+        try:
+            write_synthetic(args.synthetic, resolve(args.model), path)
+        except LlamaGpuError as error:
+            sys.exit(str(error))
+        args.model = str(path)
+        yield
+
+
 @contextmanager
 def server(args: argparse.Namespace) -> Iterator[str]:
     """The URL of a server: one that runs, or one for this test."""
@@ -310,6 +371,7 @@ def percentile(values: list[float], share: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", default="smollm2")
+    parser.add_argument("--synthetic", metavar="SHAPES", help="random weights, for the speed alone; see `bench --help`")
     parser.add_argument("--url", help="a server that runs already; without it one is started")
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--parallel", type=int, default=16)
@@ -329,11 +391,16 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fuzz", type=float, metavar="SECONDS", help="random requests instead")
-    parser.add_argument("serve_arguments", nargs="*", help="after --: further arguments of llamagpu serve")
+    parser.add_argument("serve_arguments", nargs="*", help="after --: for llamagpu serve, and bench with --compare")
     args = parser.parse_args()
     if args.compare:
-        args.leaving, args.warmup = 0.0, args.warmup or 2 * args.clients
+        args.leaving, args.warmup = 0.0, args.warmup or 2 * args.requests
     headers = {"Authorization": f"Bearer {args.api_key}"}
+    with synthetic(args):
+        run(args, headers)
+
+
+def run(args: argparse.Namespace, headers: dict[str, str]) -> None:
     report: Report | None = None
     with server(args) as url:
         if args.fuzz:

@@ -121,7 +121,8 @@ def parse(spec: str) -> tuple[str, str]:
     return name, quant
 
 
-def synthetic_config(name: str) -> ModelConfig:
+def synthetic_metadata(name: str) -> dict[str, Any]:
+    """What a file of these shapes says of them."""
     s = SHAPES[name]
     own = {
         "block_count": s.layers,
@@ -136,10 +137,14 @@ def synthetic_config(name: str) -> ModelConfig:
         "rope.freq_base": 500000.0,
         **s.keys,
     }
-    metadata = {"general.architecture": s.arch, "general.name": name}
+    return {"general.architecture": s.arch, "general.name": name} | {f"{s.arch}.{key}": own[key] for key in own}
+
+
+def synthetic_config(name: str) -> ModelConfig:
+    s = SHAPES[name]
     outside = ("token_embd.weight",) if s.tied else ("token_embd.weight", "output.weight")
     tables = {name: RawTensor(name, "F16", (s.vocab, s.dim), np.zeros(0, np.uint8)) for name in outside}
-    return ModelConfig.from_gguf(metadata | {f"{s.arch}.{key}": value for key, value in own.items()}, tables)
+    return ModelConfig.from_gguf(synthetic_metadata(name), tables)
 
 
 def fitting_type(ggml_type: str, k: int) -> str:
