@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from llamagpu.errors import NoAdapter
 from llamagpu.gpu.caps import MATRICES, Library
 from llamagpu.gpu.guard import device_lost, ending
-from llamagpu.gpu.webgpu import GPUError, GPUOutOfMemoryError, GPUValidationError, Launch, quiet_mesa, record_launches
+from llamagpu.gpu.webgpu import GPUError, GPUOutOfMemoryError, GPUValidationError, Launch, LaunchFunctions, quiet_mesa
 
 ffi = FFI()
 ffi.cdef("""
@@ -651,20 +651,17 @@ class DawnNative:
 
     def __init__(self, instance: Instance, device: Device) -> None:
         self.instance, self.functions, self.device = instance, instance.functions, device
+        self.launch_functions = LaunchFunctions(
+            self.functions.ComputePassEncoderSetPipeline,
+            self.functions.ComputePassEncoderSetBindGroup,
+            self.functions.ComputePassEncoderDispatchWorkgroups,
+        )
 
     def create_module(self, source: str, label: str) -> Any:
         return self.device.create_shader_module(source, label)
 
     def record(self, work: Any, launches: Sequence[Launch]) -> None:
-        functions = self.functions
-        record_launches(
-            work._internal,
-            launches,
-            functions.ComputePassEncoderSetPipeline,
-            functions.ComputePassEncoderSetBindGroup,
-            functions.ComputePassEncoderDispatchWorkgroups,
-            ffi.NULL,
-        )
+        self.launch_functions.record(work._internal, launches)
 
     def write_timestamp(self, work: Any, queries: Any, index: int) -> None:
         self.functions.ComputePassEncoderWriteTimestamp(work._internal, queries._internal, index)

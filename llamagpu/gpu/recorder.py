@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from ctypes import c_void_p
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from llamagpu.errors import DeviceLost
 from llamagpu.gpu.buffers import AnyBuffer, BufferRange
 from llamagpu.gpu.caps import Grid
 from llamagpu.gpu.device import Dispatch, Gpu, first_line
-from llamagpu.gpu.webgpu import GPUError, Launch
+from llamagpu.gpu.webgpu import GPUError, Launch, bare
 
 REMEDY_RETRY = "try again; if it happens again, update the GPU's driver"
 # Dispatches of the first piece and of each further one, where a step is submitted in pieces. On an H200 (2026-11-16) a
@@ -46,8 +47,8 @@ class Plan:
         return [self] if len(cuts) == 2 else [Plan(self.dispatches[a:b]) for a, b in pairwise(cuts)]
 
     @cached_property
-    def handles(self) -> list[tuple[Any, Any, Any]]:
-        return [(d.pipeline._internal, d.bind_group._internal, d.grid) for d in self.dispatches]
+    def handles(self) -> list[tuple[c_void_p, c_void_p, Any]]:
+        return [(bare(d.pipeline._internal), bare(d.bind_group._internal), d.grid) for d in self.dispatches]
 
     def launches(self, rows: int, position: int) -> list[Launch]:
         """Layers share their grid functions, so each is called once."""

@@ -19,7 +19,7 @@ from wgpu.backends.wgpu_native.extras import set_instance_extras
 from llamagpu.errors import DeviceLost
 from llamagpu.gpu.caps import Library
 from llamagpu.gpu.guard import GuardedThread, device_lost, ending
-from llamagpu.gpu.webgpu import Launch, quiet_mesa, record_launches
+from llamagpu.gpu.webgpu import Launch, LaunchFunctions, quiet_mesa
 
 
 def wgpu_adapters() -> list["WgpuAdapter"]:
@@ -53,6 +53,11 @@ class WgpuNative:
 
     def __init__(self, device: Any, unchecked: bool) -> None:
         self.device, self.unchecked = device, unchecked
+        self.launch_functions = LaunchFunctions(
+            lib.wgpuComputePassEncoderSetPipeline,
+            lib.wgpuComputePassEncoderSetBindGroup,
+            lib.wgpuComputePassEncoderDispatchWorkgroups,
+        )
 
     def create_module(self, source: str, label: str) -> Any:
         """A shader module. `unchecked` drops naga's index clamps and loop guards, a quarter of decode time on an H200.
@@ -73,14 +78,7 @@ class WgpuNative:
         return GPUShaderModule(label, handle, self.device)
 
     def record(self, work: Any, launches: Sequence[Launch]) -> None:
-        record_launches(
-            work._internal,
-            launches,
-            lib.wgpuComputePassEncoderSetPipeline,
-            lib.wgpuComputePassEncoderSetBindGroup,
-            lib.wgpuComputePassEncoderDispatchWorkgroups,
-            ffi.NULL,
-        )
+        self.launch_functions.record(work._internal, launches)
 
     def write_timestamp(self, work: Any, queries: Any, index: int) -> None:
         lib.wgpuComputePassEncoderWriteTimestamp(work._internal, queries._internal, index)
