@@ -454,6 +454,27 @@ def test_rows_of_ended_requests_stay_in_pages_of_their_own(path, gpu, monkeypatc
     check_empty(scheduler)
 
 
+def test_steps_ahead_end_where_half_of_the_requests_do(path, gpu, monkeypatch):
+    """Five of eight end after their sixth token: no step after that one has their rows."""
+    scheduler = Scheduler(load(path, gpu, parallel=8, positions=4096).engine)
+    scheduler.engine.tokens_per_submit = 8
+    submit, steps = scheduler.engine.recorder.submit, []
+
+    def counting(given, *results, **options):
+        steps.extend(step.rows for step in given[::2])  # each is followed by its sampling
+        return submit(given, *results, **options)
+
+    monkeypatch.setattr(scheduler.engine.recorder, "submit", counting)
+    requests = [Request([1, 5 + i], GREEDY, 6 if i < 5 else 30) for i in range(8)]
+    for request in requests:
+        scheduler.submit(request)
+    while scheduler.running or scheduler.waiting:
+        scheduler.step()
+    assert [len(request.new) for request in requests] == [6] * 5 + [30] * 3
+    assert steps == [16] + [8] * 5 + [3] * 24
+    check_empty(scheduler)
+
+
 def test_new_requests_join_together(path, gpu, monkeypatch):
     """One waits while eight decode, also where no step runs ahead; half as many as run join at once."""
     monkeypatch.setattr(scheduling, "JOIN_S", 1e9)

@@ -597,7 +597,9 @@ class Scheduler:
         """How many more steps may be submitted: pages and the context must hold them, somebody must want them."""
         submitted = sum(count for _, count in flight.pending)
         context = self.engine.settings.context
-        wanted = max((r.left(context) for r in self.running), default=0) - submitted
+        lefts = sorted(r.left(context) for r in self.running)
+        until_narrow = (len(flight.requests) - 1) // 2 - len(flight.ended)  # how many may end before the last step
+        wanted = lefts[max(0, until_narrow)] - submitted if lefts else 0
         fitting = min(context - position for position in flight.positions)
         count = min(self.engine.tokens_per_submit, flight.most, wanted, fitting)
         if count <= 0:
@@ -618,7 +620,8 @@ class Scheduler:
             embed = flight.first or not model.embeds_next
             flight.first = False
             steps += [Step(model.plan(rows, p, embed, rows), rows, p), Step(sample, rows, p)]
-        flight.pending.append((engine.recorder.submit(steps, *results, ahead=True), count))
+        ahead = flight.most > 2  # at first the device waits for the submission
+        flight.pending.append((engine.recorder.submit(steps, *results, ahead=ahead), count))
         flight.positions = [p + count for p in flight.positions]
         flight.most *= 2
 
