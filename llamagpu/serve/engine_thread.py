@@ -5,6 +5,7 @@ all generations together.
 """
 
 import asyncio
+import gc
 import logging
 import sys
 import threading
@@ -236,6 +237,8 @@ class EngineThread:
             llama = self.load()
             llama.scheduler.max_waiting = llama.loaded.settings.slots + self.queue  # what `admitted` lets in
             llama.scheduler.while_computing = self._hand_over_in_time
+            gc.collect()
+            gc.freeze()  # to look through what the model and its tokenizer are kept all streams waiting for 50 ms
             self.llama = llama
             try:
                 self._work()
@@ -243,6 +246,7 @@ class EngineThread:
                 self._drain(error)
                 raise
             finally:
+                gc.unfreeze()
                 llama.close()
                 self._drain(WrongState("the server is shutting down", "try again later"))
         except BaseException as error:
