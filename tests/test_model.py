@@ -684,7 +684,7 @@ def test_few_rows_on_matrix_units(matrix_gpu, tmp_path, monkeypatch, rows, small
     """Linears of f16 and of int8 blocks alternate, and the norm after one that is split over k adds the splits up."""
     monkeypatch.setattr(caps.Caps, "matrices", True)
     monkeypatch.setattr(routes, "LONG_ROWS", 256)
-    monkeypatch.setattr(routes, "SMALL_MATRIX", 8192)
+    monkeypatch.setattr(routes, "SMALL_MATRIX", 8000)
     got, want, kernels = on_matrix_units(matrix_gpu, tmp_path / "m.gguf", ffn, rows)
     assert_close(got, want, *INT8)
     layer = ["linear_matrix", small, "linear_matrix"]  # qkv, attn_output, gate_up

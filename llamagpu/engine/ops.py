@@ -723,8 +723,7 @@ class Ops:
             bindings["stats"] = buffers.stats
             settings["TO_BLOCKS"] = mode.out.blocks
         if route.kernel == "attend_split":
-            subgroups = routes.subgroups_per_head(shape.heads_per_kv, shape.head_dim, shape.bucket, caps)
-            settings |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": subgroups}
+            settings |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": routes.subgroups_per_head(shape, caps)}
             run = constants("kv_run_q8_0" if mode.kv_type is KvType.Q8_0 else "kv_run_float")["RUN"]
             settings |= routes.position_lanes(shape.head_dim, run, caps)
             settings |= {"PARTIAL": True} if shape.sinks else {}
