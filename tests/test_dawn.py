@@ -281,8 +281,8 @@ def test_where_dawn_is_used(
         assert same_in_dawn(adapter, listed[Library.WGPU], listed.__getitem__) is other
         monkeypatch.delenv("LLAMAGPU_BACKEND", raising=False)
         few, many = (choose_adapter(None, listed.__getitem__, sequences) for sequences in (1, choice.MANY_SEQUENCES))
-        assert few == (adapter, "auto takes Dawn from 32 sequences on")
-        assert many == (other, "Dawn is faster for 32 sequences or more")
+        assert few == (adapter, "auto takes Dawn from 16 sequences on")
+        assert many == (other, "Dawn is faster for 16 sequences or more")
         monkeypatch.setenv("LLAMAGPU_BACKEND", "dawn")
         with pytest.raises(NoAdapter, match="Dawn finds no adapter with all that it needs"):
             choose_adapter(None, lambda library: [])
