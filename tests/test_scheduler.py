@@ -68,6 +68,31 @@ def test_a_long_prompt_does_not_stall_the_others(path, gpu):
     assert steps >= 5
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one(path, gpu):
+    """Half of a step is left to prompts that end in it; the long one has the rest, and goes on in every step."""
+    scheduler = Scheduler(load(path, gpu, chunk=64).engine)
+    long, short = Request([1, *range(3, 250)], GREEDY, 1), [Request([1, i, i + 1], GREEDY, 1) for i in (60, 70, 80)]
+    called = []
+    scheduler.while_computing = lambda: called.append(len(long.sequence))
+    scheduler.submit(long)
+    scheduler.step()
+    for request in short:
+        scheduler.submit(request)
+    scheduler.step()
+    assert [len(request.new) for request in short] == [1] * 3 and len(long.sequence) == 64 + 64 - 9
+    crowd = [Request([1, *range(90 + i, 110 + i)], GREEDY, 1) for i in range(5)]
+    for request in crowd:
+        scheduler.submit(request)
+    scheduler.step()
+    assert [len(request.new) for request in crowd] == [1, 0, 0, 0, 0] and len(long.sequence) == 128 - 9 + 64 - 21
+    while not long.done:
+        scheduler.step()
+    assert called[:3] == [64, 64 + 64 - 9, 128 - 9 + 64 - 21]  # those who have tokens get them in each of these steps
+    for request in crowd:
+        finish(scheduler, request)
+    check_empty(scheduler)
+
+
 @pytest.mark.parametrize("backend", Backend)
 def test_a_prompt_of_the_whole_context(path, gpu, backend):
     """Its keys and values are wanted, no token; there is no cell for another."""

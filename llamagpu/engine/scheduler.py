@@ -378,11 +378,11 @@ class Scheduler:
         for request, segment in zip(requests, segments, strict=True):
             request.sequence.ids += segment.tokens
             self.engine.unchecked.add(request.sequence)
+        self.while_computing()
         if pending is None:
             for request, _ in prompts:
                 self._report(request)
             return
-        self.while_computing()
         words = pending.wait()
         if prompts:
             self.prompts_at = time.perf_counter()
@@ -409,17 +409,29 @@ class Scheduler:
         return [r for r in self.running if r.state is State.DECODE]
 
     def _prompt_pieces(self, decoding: int) -> list[tuple[Request, list[int]]]:
-        """The next rows of prompts, the oldest first, as many as the budget allows beside `decoding` rows."""
+        """The next rows of prompts, the oldest first, as many as the budget allows beside `decoding` rows.
+
+        One that does not end in this step comes last, and leaves half of the rows to younger ones that do: nobody waits
+        for all of somebody's long prompt.
+        """
         budget = min(self.engine.step_size.rows, self.engine.model.chunk - decoding)
         if decoding and self.row_s:
             budget = min(budget, max(MIN_PROMPT_ROWS, int(STALL_S / self.row_s)))
-        found = []
+        found: list[tuple[Request, list[int]]] = []
+        long: Request | None = None
+        kept = 0  # rows for it
         for request in self.running:
-            if request.state is State.PROMPT and budget:
-                done = len(request.sequence)
-                piece = request.prompt[done : done + budget]
-                budget -= len(piece)
-                found.append((request, piece))
+            if request.state is not State.PROMPT:
+                continue
+            left = len(request.prompt) - len(request.sequence)
+            if left <= budget - kept:
+                found.append((request, request.prompt[-left:]))
+                budget -= left
+            elif long is None and budget:
+                long, kept = request, (budget + 1) // 2
+        if long:
+            done = len(long.sequence)
+            found.append((long, long.prompt[done : done + budget]))
         return found
 
     def _run(self, segments: list[Segment], sampled: list[Request]) -> Pending | None:
