@@ -112,7 +112,7 @@ class Batch:
         self, load: Callable[[], Llama], source: Path, shard: Shard, ids: set[str], numbers: set[int]
     ) -> None:
         metrics = Metrics()
-        engine = EngineThread(load, metrics, self.options.queue, lambda: None)
+        engine = EngineThread(load, metrics, self.options.queue)
         server = Server(self.options, engine, metrics, lambda text: None)
         engine.start()
         try:
@@ -140,12 +140,14 @@ class Batch:
         seen: set[str] = set()
         async with asyncio.TaskGroup() as tasks:
             for number, raw in lines(source, shard):
-                if number in numbers or (custom_id := id_of(raw)) in ids:
+                custom_id = id_of(raw)
+                again = custom_id in seen
+                seen |= {custom_id} if custom_id is not None else set()
+                if number in numbers or (custom_id in ids and not again):
                     self.progress.skipped += 1
-                elif custom_id in seen:
+                elif again:
                     self._add(invalid_line(number, f"the custom_id {custom_id!r} is there twice"), server)
                 else:
-                    seen |= {custom_id} if custom_id is not None else set()
                     await places.acquire()
                     tasks.create_task(work(number, raw))
 
@@ -196,6 +198,8 @@ async def respond(server: Server, line: Line) -> dict[str, Any]:
 def lines(source: Path, shard: Shard) -> Iterator[tuple[int, bytes]]:
     """The lines of a shard that are not empty, with their numbers from 1."""
     try:
+        if source.exists() and not source.is_file():  # it is read twice
+            raise BadFile(f"{source} is no regular file", "write the requests to a file first")
         with source.open("rb") as file:
             for i, raw in enumerate(file):
                 if raw.strip() and i % shard.count == shard.index:

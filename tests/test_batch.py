@@ -1,6 +1,7 @@
 """`llamagpu batch`: every line gets its answer, whatever ends the process in between."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from gguf_builder import tiny_llama
 from serving import EXACT, EXACT_ARGUMENTS, START_S, TEMPLATE
 
 from llamagpu import Llama
-from llamagpu.batch import Progress, Shard, appending, finished, run_batch
+from llamagpu.batch import Progress, Shard, appending, finished, lines, run_batch
 from llamagpu.cli.batch import read_shard, summary
 from llamagpu.cli.terminal import Usage
 from llamagpu.errors import BadFile, DeviceLost
@@ -123,6 +124,24 @@ def test_two_runs_on_one_output(folder: Path, tmp_path: Path) -> None:
         assert "Traceback" not in found.stderr and target.read_bytes() == b'{"id": "half a li'
     with appending(target):
         assert finished(target) == (set(), set()) and target.read_bytes() == b""
+
+
+def test_an_id_twice_after_the_first_was_answered(folder: Path, gpu: Any, tmp_path: Path) -> None:
+    """The second line gets its error in the next run, too."""
+    source, target = write_lines(tmp_path / "in.jsonl", [request(1), request(1)]), tmp_path / "out.jsonl"
+    run(folder, gpu, write_lines(tmp_path / "first.jsonl", [request(1)]), target)
+    progress = run(folder, gpu, source, target)
+    assert (progress.skipped, progress.done, progress.failed) == (1, 1, 1)
+    assert "is there twice" in json.loads(target.read_text().splitlines()[1])["error"]["message"]
+    assert run(folder, gpu, source, target).skipped == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_a_pipe_is_refused(folder: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(BadFile, match="no regular file"):
+        list(lines(pipe, Shard()))
 
 
 def test_no_success_is_an_error(folder: Path, tmp_path: Path) -> None:

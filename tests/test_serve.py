@@ -451,6 +451,21 @@ def test_fields_with_wrong_values(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
+    "path, body, name",
+    [
+        ("/v1/chat/completions", {}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"content": "a"}]}, "messages[0].role"),
+        ("/v1/responses", {}, "input"),
+        ("/tokenize", {}, "content"),
+    ],
+)
+def test_fields_that_are_missing(http: httpx.Client, path: str, body: Any, name: str) -> None:
+    response = http.post(path, json=body)
+    check_error(response)
+    assert response.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize(
     "prompt",
     [5, [], [[]], ["a", 1], [-1], [10**30], [[1, 288]], "", "a" * 90_000, {"a": 1}, [None], [["a"]]],
     ids=lambda value: repr(value)[:12],

@@ -1,6 +1,8 @@
 """What the server says while it loads, when its engine has ended, to other origins, and when time is over. No GPU."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +10,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from gguf_builder import tiny_llama
 
 from llamagpu.errors import LlamaGpuError
 from llamagpu.llama import Generation, Llama
@@ -40,6 +43,33 @@ def make(load: Any, **options: Any) -> tuple[Server, httpx.AsyncClient, asyncio.
     server.engine.start()
     client = httpx.AsyncClient(transport=httpx.ASGITransport(make_app(server)), base_url="http://localhost")
     return server, client, ended
+
+
+def test_it_is_ready_when_it_says_so(tmp_path: Any, gpu: Any) -> None:
+    """A client that waits for the line may ask at once."""
+    path = tiny_llama(tmp_path / "tiny.gguf")
+
+    async def main() -> None:
+        ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def tell() -> None:
+            ready.get_loop().call_soon_threadsafe(ready.set_result, engine.llama)
+
+        engine = EngineThread(lambda: Llama(path, device=gpu), Metrics(), 1, on_ready=tell)
+        engine.start()
+        async with asyncio.timeout(60):
+            assert await ready is not None
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("arguments", [["--api-key", ""], ["--cors", "a.example"]], ids=" ".join)
+def test_options_that_would_not_do_what_they_say(arguments: list[str]) -> None:
+    """An empty key, as of a variable that is not set, would open the server; no page has an origin without a scheme."""
+    command = [sys.executable, "-m", "llamagpu", "serve", "-m", "none.gguf", *arguments]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 2 and found.stderr.startswith(f"error: {arguments[0]}")
 
 
 def test_while_it_loads_and_after_it_failed() -> None:

@@ -82,6 +82,11 @@ def serve(
 
     template = read_text(None, template_file) if template_file else None
     keys = (*(api_key or ()), *read_keys(api_key_file))
+    if not all(keys):
+        raise Usage("--api-key is empty", "a server without a key has no --api-key")
+    for origin in cors or ():
+        if origin not in ("*", "null") and "://" not in origin:
+            raise Usage(f"--cors {origin} names no origin", f"an origin has a scheme: https://{origin}")
     path = find_model(model, hf_repo, offline, quiet)
     name = alias or (f"hf:{hf_repo}" if hf_repo else Path(model).stem if model.endswith(".gguf") else model)
     options = ServeOptions(

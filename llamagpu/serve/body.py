@@ -40,7 +40,11 @@ def decode(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `")
-        raise invalid(f"{field(path)}: {message}" if path else message, field(path) or None) from None
+        name = field(path)
+        told = f"{name}: {message}" if path else message
+        if missing := re.match(r"Object missing required field `(\w+)`", message):
+            name = ".".join(filter(None, (name, missing[1])))
+        raise invalid(told, name or None) from None
     except RecursionError:
         raise invalid("the body is nested too deeply") from None
     except ValueError as error:  # msgspec.DecodeError, UnicodeDecodeError

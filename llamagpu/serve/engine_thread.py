@@ -126,10 +126,18 @@ class Jobs(list[Job]):
 
 
 class EngineThread:
-    """`load` opens the model, in the thread. `on_end` is called in the event loop when the thread has failed."""
+    """`load` opens the model, in the thread, where `on_ready` is called then. `on_end` is called in the event loop when
+    the thread has failed."""
 
-    def __init__(self, load: Callable[[], Llama], metrics: Metrics, queue: int, on_end: Callable[[], None]) -> None:
-        self.load, self.metrics, self.queue, self.on_end = load, metrics, queue, on_end
+    def __init__(
+        self,
+        load: Callable[[], Llama],
+        metrics: Metrics,
+        queue: int,
+        on_end: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.load, self.metrics, self.queue, self.on_end, self.on_ready = load, metrics, queue, on_end, on_ready
         self.llama: Llama | None = None  # None while it loads
         self.error: BaseException | None = None  # why it does not run any more
         self.reserved = 0  # generations of requests under way
@@ -241,14 +249,17 @@ class EngineThread:
             gc.freeze()  # to look through what the model and its tokenizer are kept all streams waiting for 50 ms
             self.llama = llama
             try:
+                self.on_ready()
                 self._work()
             except BaseException as error:
                 self._drain(error)
                 raise
             finally:
                 gc.unfreeze()
+                stopping = WrongState("the server is shutting down", "try again later")
+                self._end_all(stopping)  # closing waits for steps under way
                 llama.close()
-                self._drain(WrongState("the server is shutting down", "try again later"))
+                self._drain(stopping)
         except BaseException as error:
             self.error = error
             self._drain(error)
@@ -379,8 +390,7 @@ class EngineThread:
 
     def _drain(self, error: BaseException) -> None:
         """End whatever is there, and whatever was posted meanwhile."""
-        for job in list(self._jobs):
-            self._end(job, error)
+        self._end_all(error)
         with self._condition:
             self._closed = True
             posted = list(self._posted)
@@ -389,6 +399,10 @@ class EngineThread:
             command()
         while self._calls:
             self._calls.popleft()()
+
+    def _end_all(self, error: BaseException) -> None:
+        for job in list(self._jobs):
+            self._end(job, error)
 
     def _to_loop(self, function: Callable[..., None], *args: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more

@@ -61,7 +61,7 @@ def as_api_error(error: BaseException, param: str | None = None) -> ApiError:
     if isinstance(error, Overloaded):
         return ApiError(429, message, code="queue_full", retry_after=1)
     if isinstance(error, DeviceLost | WrongState):
-        return ApiError(503, message, code="unavailable")
+        return ApiError(503, message, code="unavailable", retry_after=1)
     if isinstance(error, GrammarFailed):
         return ApiError(400, message, param=param or "response_format", code="grammar_failed")
     if isinstance(error, BadArgument):

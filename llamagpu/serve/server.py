@@ -33,15 +33,12 @@ def serve(load: Callable[[], Llama], options: ServeOptions, log: Log, log_access
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     metrics = Metrics()
 
-    def load_and_tell() -> Llama:
-        llama = load()
-        log(f"{options.model} is ready at {url}")
-        return llama
-
     def on_end() -> None:
         http.should_exit = True
 
-    engine = EngineThread(load_and_tell, metrics, options.queue, on_end)
+    engine = EngineThread(
+        load, metrics, options.queue, on_end, on_ready=lambda: log(f"{options.model} is ready at {url}")
+    )
     state = Server(options, engine, metrics, log_access)
 
     @asynccontextmanager
