@@ -55,6 +55,7 @@ def choose_adapter(wanted: str | None, listed: Listing = list_adapters, sequence
     library = wanted_library()
     if library is Library.DAWN:
         if not (offered := listed(Library.DAWN)):
+            select_adapter(listed(Library.WGPU), wanted)  # where there is none at all, it says what is missing
             raise NoAdapter("Dawn finds no adapter with all that it needs; wgpu may", REMEDY_WGPU)
         adapter = select_adapter(offered, wanted)
         if not (trial := adapter_trial(adapter.info)).right:

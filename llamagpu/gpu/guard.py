@@ -31,6 +31,15 @@ def device_lost() -> DeviceLost:
     return DeviceLost(cause, "try again; a smaller -c or -ub asks less of it")
 
 
+def outcome(job: "Future[Any]") -> Any:
+    """The result of a call, as Future.result has it. A Ctrl-C while that waits can leave its Condition broken."""
+    done = threading.Lock()
+    done.acquire()
+    job.add_done_callback(lambda _: done.release())
+    done.acquire()
+    return job.result()
+
+
 class GuardedThread:
     """Runs calls one after another in a thread, which starts with the first of them."""
 
@@ -56,7 +65,7 @@ class GuardedThread:
         return job
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return self.submit(function, *arguments).result()
+        return outcome(self.submit(function, *arguments))
 
     def stop(self) -> None:
         """Finish the calls that were submitted, and take no more."""
@@ -124,7 +133,7 @@ def _libc_signal(handler: ctypes.c_void_p | None) -> int | None:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)  # type: ignore[untyped-decorator]
 def _on_abort(number: int) -> None:
-    """Runs in the thread that called abort(). wgpu is called without the GIL, so Python code can run here."""
+    """Runs in the thread that called abort(). The guarded calls give up the GIL, so Python code can run here."""
     call = guarded.pop(threading.get_ident(), None)
     if call is None:  # somebody else's abort: it is signalled again when this handler returns
         _libc_signal(ctypes.c_void_p(*previous))

@@ -20,6 +20,7 @@ from llamagpu.errors import DeviceLost
 from llamagpu.gpu.buffers import AnyBuffer, BufferRange
 from llamagpu.gpu.caps import Grid
 from llamagpu.gpu.device import Dispatch, Gpu, first_line
+from llamagpu.gpu.guard import outcome
 from llamagpu.gpu.webgpu import GPUError, Launch, bare
 
 REMEDY_RETRY = "try again; if it happens again, update the GPU's driver"
@@ -123,14 +124,14 @@ class Recorder:
                 submissions.append(self.submit([step._replace(plan=plan)], ahead=True).submission)
         finally:
             for submission in submissions:
-                submission.result()
+                outcome(submission)
 
     def _schedule(self, ahead: bool, submit: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         if self.gpu.closed:
             raise DeviceLost("the model was closed while it generated", "let the generation end, or drop it, first")
         submission = self.gpu.submitter.submit(submit, *arguments)
         if not ahead or self.gpu.software:  # a software adapter needs the cores itself
-            submission.result()
+            outcome(submission)
         return submission
 
     def drain(self) -> None:
