@@ -281,6 +281,17 @@ def test_splits_of_a_context(kv_heads):
     assert all(count <= max(16, routes.MAX_SPLITS) for count in several)  # the same buffer holds them
 
 
+@pytest.mark.parametrize(
+    "m, bucket, subgroups", [(1, 65, 4), (8, 1, 2), (2, 65, 8), (16, 193, 8), (17, 193, 4), (64, 513, 8)]
+)
+def test_subgroups_per_head(m, bucket, subgroups):
+    """As many as for a long context, where several rows leave no core without a workgroup."""
+    shape = Attention(m, 32, 8, 128, bucket=bucket, segments=m)
+    assert routes.subgroups_per_head(shape, GPU) == subgroups
+    small = replace(GPU, invocations=256)
+    assert routes.subgroups_per_head(shape, small) == min(subgroups, 2)
+
+
 # Every shape has a route, and every route is sound
 
 

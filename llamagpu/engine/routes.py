@@ -1214,10 +1214,10 @@ def position_lanes(head_dim: int, run: int, caps: Caps) -> dict[str, int]:
 def subgroups_per_head(s: Attention, caps: Caps) -> int:
     """Subgroups that attend_split gives each query head of a KV head: a power of two that the workgroup holds.
 
-    To merge them, half of them pass head_dim + 2 numbers of 4 bytes through workgroup memory. Several rows whose
-    context is not split have as many as there can be while each workgroup has a core of its own: on an H200
+    To merge them, half of them pass head_dim + 2 numbers of 4 bytes through workgroup memory. Several rows have fewer
+    splits: they take as many subgroups as for a long context, while each workgroup has a core of its own. On an H200
     (2026-11-17) 8 sequences at a depth of 500 take 13.5 us instead of 17.4 for a layer of 1B, 19.9 instead of 28.6 for
-    one of 8B; 64 of 1B take 50.8 instead of 39.8.
+    one of 8B; 64 of 1B would take 50.8 instead of 39.8.
     """
     wanted = next(subgroups for first, _, subgroups in CONTEXT_BUCKETS if first == s.bucket)
     if 1 < s.m <= 128 // s.kv_heads and s.bucket > 1:
