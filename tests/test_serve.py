@@ -271,6 +271,50 @@ def test_stop_strings(client: openai.OpenAI, http: httpx.Client) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ended.text
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}},
+        {"response_format": {"type": "text"}, "json_schema": {"enum": ["yes", "no"]}},
+        {"grammar": 'root ::= "\\"yes\\"" | "\\"no\\""'},
+        {"grammar": 'start: "\\"yes\\"" | "\\"no\\""', "tools": [WEATHER], "tool_choice": "none"},
+    ],
+    ids=["response_format", "json_schema", "gbnf", "lark"],
+)
+def test_formats(http: httpx.Client, given: dict[str, Any]) -> None:
+    """Of both endpoints, and of streams. `grammar` and `json_schema` are llama.cpp's."""
+    body = {**given, "temperature": 1, "seed": 1, "max_tokens": 30}
+    text = http.post("/v1/completions", json={"prompt": "one two", "n": 2, **body}).json()["choices"][1]["text"]
+    chat = http.post("/v1/chat/completions", json={"messages": HELLO, **body}).json()["choices"][0]
+    chunks = events(http, "/v1/completions", {"prompt": "one two", **body})
+    streamed = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert {text, chat["message"]["content"], streamed} <= {'"yes"', '"no"'} and chat["finish_reason"] == "stop"
+
+
+def test_formats_that_are_refused(http: httpx.Client) -> None:
+    json_object, grammar = {"type": "json_object"}, 'root ::= "a"'
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("json_schema", {"response_format": json_object, "json_schema": {}}),
+        ("grammar", {"response_format": json_object, "grammar": grammar}),
+        ("grammar", {"json_schema": {}, "grammar": grammar}),
+        ("grammar", {"grammar": "root ::= other"}),
+        ("grammar", {"grammar": 5}),
+        ("json_schema", {"json_schema": {"type": 5}}),
+        ("response_format", {"response_format": {"type": "xml"}}),
+        ("top_p", {"response_format": json_object, "top_p": 2}),
+    ]
+    chat = ("/v1/chat/completions", {"messages": HELLO})
+    for path, body in (chat, ("/v1/completions", {"prompt": "one two"})):
+        for name, given in cases:
+            response = http.post(path, json={**body, "max_tokens": 2, **given})
+            check_error(response)
+            assert name in response.json()["error"]["param"], (path, given, response.text)
+    for choice in ("auto", "required"):
+        given = {"grammar": grammar, "tools": [WEATHER], "tool_choice": choice}
+        assert http.post(chat[0], json={**chat[1], **given}).json()["error"]["param"] == "grammar"
+    assert http.post(chat[0], json={**chat[1], "grammar": "", "json_schema": None, "max_tokens": 2}).status_code == 200
+
+
 def test_prompts_are_cached_unless_told_otherwise(http: httpx.Client) -> None:
     body = {"prompt": "a prompt of this test " * 6, "temperature": 0, "max_tokens": 2}
     cached = [
@@ -525,7 +569,16 @@ def test_random_requests_give_no_server_error(http: httpx.Client) -> None:
         {"a": None},
     ]
     names = ["temperature", "top_p", "top_k", "n", "stop", "seed", "tools", "tool_choice", "response_format", "stream"]
-    names += ["logprobs", "top_logprobs", "logit_bias", "stream_options", "messages", "max_completion_tokens"]
+    names += [
+        "json_schema",
+        "grammar",
+        "logprobs",
+        "top_logprobs",
+        "logit_bias",
+        "stream_options",
+        "messages",
+        "max_completion_tokens",
+    ]
     for _ in range(100):
         body: dict[str, Any] = {"messages": HELLO, "max_tokens": 1}
         body |= {name: rng.choice(values) for name in rng.sample(names, rng.choice([1, 1, 2, 3]))}

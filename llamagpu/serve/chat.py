@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llamagpu.errors import LlamaGpuError
-from llamagpu.llama import Generation, Grammar, Llama
+from llamagpu.llama import Generation, Llama
 from llamagpu.serve.answer import THINK_TAGS, Answer, Delta
 from llamagpu.serve.errors import ApiError, as_api_error, invalid
+from llamagpu.serve.formats import Format
 from llamagpu.serve.generating import check_length, generations
 from llamagpu.serve.parameters import Parameters
 from llamagpu.serve.tools import Tool, ToolStyle, call_or_answer, call_schema, style_of, with_generic_prompt
@@ -23,7 +24,7 @@ class ChatTask:
     tools: Sequence[Tool] = ()
     tool_choice: str = AUTO  # or NONE, REQUIRED, or "=" and the name of a function
     parallel_calls: bool = True  # whether an answer beside a schema may be several calls
-    schema: Mapping[str, Any] | None = None  # that the answer has to match
+    format: Format | None = None  # that the answer has to match
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template
 
     @property
@@ -48,14 +49,16 @@ def prepare(task: ChatTask, llama: Llama) -> tuple[list[Generation], NewAnswer]:
     check(task)
     style, text, thinking = render(task, llama)
     check_length(text, llama, "messages")
-    grammar = grammar_of(task, style, llama)
+    form = format_with_calls(task, style, llama)
+    grammar = form.grammar() if form else None
     if grammar and thinking:  # the grammar is of the answer, not of the reasoning
         text, thinking = f"{text.rstrip()}\n\n{thinking}\n\n", None
     names = {tool["function"]["name"] for tool in task.offered}
     if task.forced:
         text += style.forced
     ids = llama.encode_rendered(text)
-    runs = generations(llama, ids, task.parameters, grammar, special=bool(names) and style.special)
+    special, param = bool(names) and style.special, form.param if form else None
+    runs = generations(llama, ids, task.parameters, grammar, special=special, grammar_param=param)
 
     def new_answer() -> Answer:
         return Answer(style if names else None, names, thinking, in_call=task.forced)
@@ -98,25 +101,23 @@ def render(task: ChatTask, llama: Llama) -> tuple[ToolStyle, str, str | None]:
     return style, text, thinking
 
 
-def grammar_of(task: ChatTask, style: ToolStyle, llama: Llama) -> Grammar | None:
+def format_with_calls(task: ChatTask, style: ToolStyle, llama: Llama) -> Format | None:
     """Of the call that must come, or of the answer; where tools are offered beside a schema, of either."""
-    if task.forced:
-        return json_grammar(call_schema(task.offered, style), "tools")
-    if task.schema is None:
-        return None
-    answer = json_grammar(task.schema, "response_format")
+    answer = task.format
     if not task.offered:
         return answer
-    calls = call_schema(task.offered, style)
-    json_grammar(calls, "tools")  # a schema that cannot be used is refused with the name of its field
-    return Grammar.lark(call_or_answer(calls, task.schema, style, llama.tokenizer, task.parallel_calls))
-
-
-def json_grammar(schema: Mapping[str, Any], param: str) -> Grammar:
-    try:
-        return Grammar.json_schema(schema)
-    except LlamaGpuError as error:
-        raise as_api_error(error, param) from error
+    schema = call_schema(task.offered, style)
+    calls = Format("tools", schema)
+    if answer is None:
+        return calls if task.forced else None
+    if isinstance(answer.source, str):
+        raise invalid(f"{answer.param} beside tools is not supported: leave one of them out", answer.param)
+    if task.forced:
+        return calls
+    for form in (calls, answer):
+        form.grammar()  # a schema that cannot be used is refused with the name of its field
+    either = call_or_answer(schema, answer.source, style, llama.tokenizer, task.parallel_calls)
+    return Format(answer.param, either)
 
 
 @dataclass(slots=True)

@@ -14,9 +14,10 @@ from llamagpu.serve.answer import Delta
 from llamagpu.serve.body import decode
 from llamagpu.serve.chat import AUTO, NONE, REQUIRED, ChatTask, Message, arguments_object, prepare
 from llamagpu.serve.errors import invalid
+from llamagpu.serve.formats import FormatFields, format_of
 from llamagpu.serve.generating import FINISH, generating, logprob_number, timings, usage
 from llamagpu.serve.http import DONE, KEEP_ALIVE, Call, EventStream, event, json_response
-from llamagpu.serve.parameters import SamplingFields, parameters
+from llamagpu.serve.parameters import parameters
 from llamagpu.serve.state import Server
 
 MAX_TOP_LOGPROBS = 20
@@ -65,25 +66,13 @@ class NamedTool(msgspec.Struct):
     function: NamedFunction
 
 
-class JsonSchema(msgspec.Struct):
-    schema: dict[str, Any] | None = None
-    name: str | None = None
-
-
-class ResponseFormat(msgspec.Struct):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    schema: dict[str, Any] | None = None  # llama.cpp's place for it
-
-
-class ChatRequest(SamplingFields, kw_only=True):
+class ChatRequest(FormatFields, kw_only=True):
     messages: list[ChatMessage]
     model: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     tools: list[ToolField] | None = None
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -173,7 +162,7 @@ def task_of(request: ChatRequest, llama: Llama) -> ChatTask:
         tools=[msgspec.to_builtins(tool) for tool in request.tools or ()],
         tool_choice=tool_choice(request.tool_choice),
         parallel_calls=request.parallel_tool_calls is not False,
-        schema=schema_of(request.response_format),
+        format=format_of(request),
         variables=variables(request.chat_template_kwargs, request.reasoning_effort),
     )
 
@@ -225,17 +214,6 @@ def tool_choice(choice: str | NamedTool | None) -> str:
     if choice not in (None, AUTO, NONE, REQUIRED):
         raise invalid(f"tool_choice is {choice[:40]!r}: give auto, none, required or a function", "tool_choice")
     return choice or AUTO
-
-
-def schema_of(form: ResponseFormat | None) -> Mapping[str, Any] | None:
-    if form is None or form.type == "text":
-        return None
-    schema = form.json_schema.schema if form.json_schema else form.schema
-    if form.type == "json_object":
-        return schema or {"type": "object"}
-    if schema is None:
-        raise invalid("response_format has no schema", "response_format.json_schema.schema")
-    return schema
 
 
 def variables(given: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
@@ -11,9 +12,10 @@ from llamagpu.llama import Generation, Llama
 from llamagpu.results import Token
 from llamagpu.serve.body import decode
 from llamagpu.serve.errors import invalid
+from llamagpu.serve.formats import Format, FormatFields, format_of
 from llamagpu.serve.generating import FINISH, check_length, generating, generations, logprob_number, timings, usage
 from llamagpu.serve.http import DONE, KEEP_ALIVE, Call, EventStream, event, json_response
-from llamagpu.serve.parameters import Parameters, SamplingFields, parameters
+from llamagpu.serve.parameters import Parameters, parameters
 from llamagpu.serve.state import Server
 
 DEFAULT_MAX_TOKENS = 16  # as the API has it
@@ -22,7 +24,7 @@ MAX_PROMPTS = 1024
 QUICK_CHARS = 1000  # of a prompt that is encoded in the event loop: 0.3 ms, at most 3 where all words are new
 
 
-class CompletionRequest(SamplingFields, kw_only=True):
+class CompletionRequest(FormatFields, kw_only=True):
     prompt: str | list[str | int | list[int]]
     model: str | None = None
     max_tokens: int | None = DEFAULT_MAX_TOKENS
@@ -40,12 +42,9 @@ async def handle(server: Server, call: Call) -> Response | EventStream:
 
 
 async def complete(server: Server, request: CompletionRequest) -> dict[str, Any]:
-    head, wanted, prompts = begin(server, request)
-    count = len(prompts) * wanted.n
-    async with generating(server, lambda llama: prepare(llama, prompts, wanted), count, quick(prompts)) as (
-        jobs,
-        echoes,
-    ):
+    head, task = begin(server, request)
+    wanted = task.parameters
+    async with generating(server, lambda llama: prepare(task, llama), task.count, task.quick) as (jobs, echoes):
         texts, tokens = ["" for _ in jobs], [list[Token]() for _ in jobs]
         async for update in jobs.updates():
             for i, arrived in update:
@@ -64,7 +63,8 @@ async def complete(server: Server, request: CompletionRequest) -> dict[str, Any]
 
 
 async def stream(server: Server, request: CompletionRequest) -> AsyncGenerator[bytes, None]:
-    head, wanted, prompts = begin(server, request)
+    head, task = begin(server, request)
+    wanted = task.parameters
     if request.include_usage:
         head["usage"] = None
 
@@ -72,11 +72,7 @@ async def stream(server: Server, request: CompletionRequest) -> AsyncGenerator[b
         choice = {"index": index, "text": text, "logprobs": logs, "finish_reason": reason}
         return event({**head, "choices": [choice], **more})
 
-    count = len(prompts) * wanted.n
-    async with generating(server, lambda llama: prepare(llama, prompts, wanted), count, quick(prompts)) as (
-        jobs,
-        echoes,
-    ):
+    async with generating(server, lambda llama: prepare(task, llama), task.count, task.quick) as (jobs, echoes):
         yield b"".join(chunk(i, echo) for i, echo in enumerate(echoes)) if request.echo else KEEP_ALIVE
         logprobs = [TextLogprobs(server.llama) for _ in jobs]
         async for update in jobs.updates(server.options.keep_alive_s):
@@ -95,8 +91,8 @@ async def stream(server: Server, request: CompletionRequest) -> AsyncGenerator[b
         yield DONE
 
 
-def begin(server: Server, request: CompletionRequest) -> tuple[dict[str, Any], Parameters, list[str | list[int]]]:
-    """What stands in every answer, the parameters, and the prompts."""
+def begin(server: Server, request: CompletionRequest) -> tuple[dict[str, Any], "Task"]:
+    """What stands in every answer, and what is to be done."""
     model, llama = server.check_model(request.model), server.llama
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": model}
     top = request.logprobs
@@ -109,11 +105,22 @@ def begin(server: Server, request: CompletionRequest) -> tuple[dict[str, Any], P
     wanted = parameters(request, llama.sampling, llama.config.vocab, request.max_tokens, top)
     if request.best_of not in (None, 1, wanted.n):
         raise invalid("best_of is not supported: leave it out, or give it the value of n", "best_of")
-    return head, wanted, prompts_of(request.prompt, llama)
+    return head, Task(prompts_of(request.prompt, llama), wanted, format_of(request))
 
 
-def quick(prompts: list[str | list[int]]) -> bool:
-    return len(prompts) == 1 and len(prompts[0]) <= QUICK_CHARS
+@dataclass(frozen=True, slots=True)
+class Task:
+    prompts: list[str | list[int]]
+    parameters: Parameters
+    format: Format | None  # that the texts have to match
+
+    @property
+    def count(self) -> int:
+        return len(self.prompts) * self.parameters.n
+
+    @property
+    def quick(self) -> bool:
+        return len(self.prompts) == 1 and len(self.prompts[0]) <= QUICK_CHARS and self.format is None
 
 
 def prompts_of(prompt: str | list[str | int | list[int]], llama: Llama, param: str = "prompt") -> list[str | list[int]]:
@@ -133,14 +140,15 @@ def prompts_of(prompt: str | list[str | int | list[int]], llama: Llama, param: s
     return found
 
 
-def prepare(llama: Llama, prompts: list[str | list[int]], wanted: Parameters) -> tuple[list[Generation], list[str]]:
+def prepare(task: Task, llama: Llama) -> tuple[list[Generation], list[str]]:
     """The generations of all prompts, and each one's prompt as text."""
-    runs, echoes = [], []
-    for prompt in prompts:
+    wanted, form, runs, echoes = task.parameters, task.format, list[Generation](), list[str]()
+    grammar, grammar_param = (form.grammar(), form.param) if form else (None, None)
+    for prompt in task.prompts:
         if isinstance(prompt, str):
             check_length(prompt, llama, "prompt")
         ids = llama.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        runs += generations(llama, ids, wanted, param="prompt")
+        runs += generations(llama, ids, wanted, grammar, grammar_param=grammar_param, param="prompt")
         echoes += [prompt if isinstance(prompt, str) else llama.tokenizer.decode(ids)] * wanted.n
     return runs, echoes
 

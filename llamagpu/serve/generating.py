@@ -9,7 +9,7 @@ from llamagpu.errors import LlamaGpuError
 from llamagpu.llama import Generation, Grammar, Llama
 from llamagpu.results import Logprob
 from llamagpu.serve.engine_thread import Job, Jobs
-from llamagpu.serve.errors import ApiError, as_api_error
+from llamagpu.serve.errors import ApiError, as_api_error, field_of
 from llamagpu.serve.parameters import Parameters
 from llamagpu.serve.state import Server
 
@@ -38,6 +38,7 @@ def generations(
     parameters: Parameters,
     grammar: Grammar | None = None,
     *,
+    grammar_param: str | None = None,  # the field that asks for the grammar
     special: bool = False,
     param: str = "messages",
 ) -> list[Generation]:
@@ -63,7 +64,7 @@ def generations(
             for i in range(parameters.n)
         ]
     except LlamaGpuError as error:
-        raise as_api_error(error, "response_format" if grammar else None) from error
+        raise as_api_error(error, field_of(error.cause) or grammar_param) from error
 
 
 def room_for(llama: Llama) -> int:

@@ -16,6 +16,7 @@ from llamagpu.serve.chat_completions import Part, text_of
 from llamagpu.serve.chat_completions import variables as template_variables
 from llamagpu.serve.engine_thread import Job
 from llamagpu.serve.errors import ApiError, invalid
+from llamagpu.serve.formats import Format
 from llamagpu.serve.generating import generating
 from llamagpu.serve.http import KEEP_ALIVE, Call, EventStream, event, json_response, reported
 from llamagpu.serve.parameters import SamplingFields, parameters
@@ -254,7 +255,7 @@ def task_of(request: ResponseRequest, llama: Llama) -> ChatTask:
         tools=[tool_object(tool) for tool in request.tools or ()],
         tool_choice=tool_choice(request.tool_choice),
         parallel_calls=request.parallel_tool_calls is not False,
-        schema=schema_of(request.text),
+        format=format_of(request.text),
         variables=template_variables(None, effort),
     )
 
@@ -294,12 +295,12 @@ def tool_choice(choice: str | NamedTool | None) -> str:
     return choice or AUTO
 
 
-def schema_of(options: TextOptions | None) -> Mapping[str, Any] | None:
+def format_of(options: TextOptions | None) -> Format | None:
     form = options.format if options else None
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return {"type": "object"}
+        return Format("text.format", {"type": "object"})
     if form.schema is None:
         raise invalid("text.format has no schema", "text.format.schema")
-    return form.schema
+    return Format("text.format.schema", form.schema)
