@@ -187,6 +187,32 @@ def test_messages_with_tools(claude: anthropic.Anthropic) -> None:
     assert thought.content[0].type == "thinking"
 
 
+def test_structured_messages(claude: anthropic.Anthropic, server: Served) -> None:
+    class Town(pydantic.BaseModel):
+        large: bool
+
+    request: Any = {"model": MODEL, "max_tokens": 40, "messages": HELLO}
+    parsed = claude.messages.parse(**request, output_format=Town)
+    assert isinstance(parsed.parsed_output, Town) and parsed.stop_reason == "end_turn"
+    form = {"type": "json_schema", "schema": SCHEMA}
+    for given in ({"output_config": {"format": form}}, {"output_format": form}):
+        found = httpx.post(f"{server.url}/v1/messages", json={**request, **given}, timeout=TIMEOUT_S).json()
+        assert json.loads(found["content"][0]["text"])["city"] in ("Rome", "Oslo")
+    with claude.messages.stream(**request, output_config={"format": form}) as stream:
+        assert json.loads(stream.get_final_text())["city"] in ("Rome", "Oslo")
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("output_config.format.type", {"output_config": {"format": {"type": "text"}}}),
+        ("output_config.format", {"output_config": {"format": {"type": "json_schema"}}}),
+        ("output_config.format.schema", {"output_config": {"format": {**form, "schema": {"type": 5}}}}),
+        ("output_format.type", {"output_format": {"type": "json_object"}}),
+        ("output_format.schema", {"output_format": {**form, "schema": {"type": 5}}}),
+        ("output_format", {"output_config": {"format": form}, "output_format": form}),
+    ]
+    for name, given in wrong:
+        refused = httpx.post(f"{server.url}/v1/messages", json={**request, **given})
+        assert refused.status_code == 400 and name in refused.json()["error"]["message"], refused.text
+
+
 def test_errors_in_anthropics_shape(claude: anthropic.Anthropic, server: Served) -> None:
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.create(model="claude", messages=HELLO, max_tokens=2)

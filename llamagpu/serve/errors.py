@@ -39,8 +39,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic(self) -> dict[str, Any]:
+        """The API has no place for the field's name: the message says it."""
         _, kind = TYPES.get(self.status, SERVER_ERROR)
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        named = not self.param or self.param in self.message
+        message = self.message if named else f"{self.param}: {self.message}"
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:

@@ -13,6 +13,7 @@ from llamagpu.serve.body import decode
 from llamagpu.serve.chat import AUTO, NONE, REQUIRED, ChatTask, arguments_object, prepare
 from llamagpu.serve.engine_thread import Job
 from llamagpu.serve.errors import invalid
+from llamagpu.serve.formats import Format
 from llamagpu.serve.generating import generating
 from llamagpu.serve.http import Call, EventStream, event, json_response
 from llamagpu.serve.parameters import SamplingFields, parameters
@@ -53,6 +54,15 @@ class Thinking(msgspec.Struct):
     type: str
 
 
+class OutputFormat(msgspec.Struct):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    format: OutputFormat | None = None
+
+
 class CountRequest(msgspec.Struct, kw_only=True):
     messages: list[AnthropicMessage]
     model: str | None = None
@@ -60,6 +70,8 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # where it stood before
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -199,8 +211,18 @@ def task_of(request: CountRequest, llama: Llama) -> ChatTask:
         parameters=parameters(fields, llama.sampling, llama.config.vocab, max_tokens),
         tools=[tool_object(tool) for tool in request.tools or ()],
         tool_choice=tool_choice(request.tool_choice),
+        format=format_of(request),
         variables={"enable_thinking": request.thinking is not None and request.thinking.type != "disabled"},
     )
+
+
+def format_of(request: CountRequest) -> Format | None:
+    form, older = request.output_config and request.output_config.format, request.output_format
+    if form and older:
+        raise invalid("output_config.format and output_format are given: give one of them", "output_format")
+    if form:
+        return Format("output_config.format.schema", form.schema)
+    return Format("output_format.schema", older.schema) if older else None
 
 
 def template_messages(message: AnthropicMessage, number: int) -> Iterator[dict[str, Any]]:
