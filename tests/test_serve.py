@@ -261,6 +261,28 @@ def test_log_probabilities_of_completions(client: openai.OpenAI) -> None:
     assert [offset for found in streamed if found for offset in found.text_offset or ()] == logs.text_offset
 
 
+def test_log_probabilities_end_with_the_text(client: openai.OpenAI, http: httpx.Client) -> None:
+    """What a stop string cuts off has none, in streams either."""
+    letters = {str(id): 100 for id in range(260, 286)}
+    sampled: Any = {"temperature": 1, "seed": 11, "max_tokens": 30, "logit_bias": letters}
+    request: Any = {**sampled, "prompt": "the quick", "logprobs": 1}
+    text = client.completions.create(model=MODEL, **request).choices[0].text
+    request["stop"] = [text[10:13], text[10:12] + "!"]
+    ended = client.completions.create(model=MODEL, **request).choices[0]
+    assert ended.text == text[: text.index(text[10:13])] and ended.logprobs and ended.logprobs.tokens
+    assert "".join(ended.logprobs.tokens) == ended.text
+    streamed = [chunk["choices"][0] for chunk in events(http, "/v1/completions", request)]
+    assert [t for one in streamed if one["logprobs"] for t in one["logprobs"]["tokens"]] == ended.logprobs.tokens
+    chat: Any = {**sampled, "messages": HELLO, "logprobs": True}
+    content = client.chat.completions.create(model=MODEL, **chat).choices[0].message.content
+    chat["stop"] = content[10:13]
+    whole = client.chat.completions.create(model=MODEL, **chat).choices[0]
+    logs = whole.logprobs.content
+    assert whole.message.content == "".join(log.token for log in logs) == content[: content.index(content[10:13])]
+    streamed = [chunk["choices"][0]["logprobs"] for chunk in events(http, "/v1/chat/completions", chat)]
+    assert [log["token"] for one in streamed if one for log in one["content"]] == [log.token for log in logs]
+
+
 def test_stop_strings(client: openai.OpenAI, http: httpx.Client) -> None:
     request: Any = {"prompt": "the quick", "temperature": 1, "seed": 11, "max_tokens": 40}
     text = client.completions.create(model=MODEL, **request).choices[0].text

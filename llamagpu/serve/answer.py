@@ -29,6 +29,7 @@ class Answer:
         in_call: bool = False,  # the answer is the JSON of a call
     ) -> None:
         self.style, self.names = style, names
+        self.special = style is not None and style.special  # whether the text has that of control tokens
         self.calls = 0
         self._held = ""  # text that is not decided
         self._raw = ""  # the text of a call, for the case that it is none

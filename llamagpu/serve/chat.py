@@ -57,12 +57,12 @@ def prepare(task: ChatTask, llama: Llama) -> tuple[list[Generation], NewAnswer]:
     if task.forced:
         text += style.forced
     ids = llama.encode_rendered(text)
-    special, param = bool(names) and style.special, form.param if form else None
-    runs = generations(llama, ids, task.parameters, grammar, special=special, grammar_param=param)
 
     def new_answer() -> Answer:
         return Answer(style if names else None, names, thinking, in_call=task.forced)
 
+    special, param = new_answer().special, form.param if form else None
+    runs = generations(llama, ids, task.parameters, grammar, special=special, grammar_param=param)
     return runs, new_answer
 
 

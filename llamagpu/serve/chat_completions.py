@@ -9,14 +9,14 @@ import msgspec
 from starlette.responses import Response
 
 from llamagpu.llama import Llama
-from llamagpu.results import Logprob, Token
 from llamagpu.serve.answer import Delta
 from llamagpu.serve.body import decode
 from llamagpu.serve.chat import AUTO, NONE, REQUIRED, ChatTask, Message, arguments_object, prepare
 from llamagpu.serve.errors import invalid
 from llamagpu.serve.formats import FormatFields, format_of
-from llamagpu.serve.generating import FINISH, generating, logprob_number, timings, usage
+from llamagpu.serve.generating import FINISH, generating, timings, usage
 from llamagpu.serve.http import DONE, KEEP_ALIVE, Call, EventStream, event, json_response
+from llamagpu.serve.logprobs import ScoredTokens, logprob_objects
 from llamagpu.serve.parameters import parameters
 from llamagpu.serve.state import Server
 
@@ -90,20 +90,24 @@ async def handle(server: Server, call: Call) -> Response | EventStream:
 async def complete(server: Server, request: ChatRequest) -> dict[str, Any]:
     head = heading(server, request, "chat.completion")
     task = task_of(request, server.llama)
+    wanted = task.parameters.logprobs
     async with generating(server, lambda llama: prepare(task, llama), task.parameters.n) as (jobs, new_answer):
         answers = [new_answer() for _ in jobs]
-        messages, tokens = [Message() for _ in jobs], [list[Token]() for _ in jobs]
+        messages = [Message() for _ in jobs]
+        scored = [ScoredTokens(server.llama, answer.special) for answer in answers]
         async for update in jobs.updates():
             for i, arrived in update:
                 messages[i].add(answers[i].push("".join(token.text for token in arrived)))
-                tokens[i] += arrived
+                scored[i].push(arrived)
         for message, answer in zip(messages, answers, strict=True):
             message.add(answer.end())
         choices = [
             {
                 "index": i,
                 "message": messages[i].openai(),
-                "logprobs": logprobs(tokens[i], server.llama) if task.parameters.logprobs is not None else None,
+                "logprobs": None
+                if wanted is None
+                else {"content": logprob_objects(scored[i].shown(job), server.llama)},
                 "finish_reason": finish_reason(job.finish_reason, answers[i].calls),
             }
             for i, job in enumerate(jobs)
@@ -123,6 +127,7 @@ async def stream(server: Server, request: ChatRequest) -> AsyncGenerator[bytes, 
 
     async with generating(server, lambda llama: prepare(task, llama), task.parameters.n) as (jobs, new_answer):
         answers = [new_answer() for _ in jobs]
+        scored = [ScoredTokens(server.llama, answer.special) for answer in answers]
         yield b"".join(chunk(i, {"role": "assistant", "content": ""}) for i in range(len(jobs)))
         async for update in jobs.updates(server.options.keep_alive_s):
             if not update:
@@ -133,8 +138,9 @@ async def stream(server: Server, request: ChatRequest) -> AsyncGenerator[bytes, 
                 if ended:
                     deltas += answers[i].end()
                 shown = [delta_object(delta) for delta in joined(deltas)]
-                scored = arrived and task.parameters.logprobs is not None
-                logs = logprobs(arrived, server.llama) if scored else None
+                scored[i].push(arrived)
+                tokens = scored[i].shown(jobs[i])
+                logs = {"content": logprob_objects(tokens, server.llama)} if tokens else None
                 if logs and not shown:
                     shown = [{"content": ""}]  # of tokens whose text is held back
                 out = [chunk(i, delta, logs if n == 0 else None) for n, delta in enumerate(shown)]
@@ -252,14 +258,3 @@ def delta_object(delta: Delta) -> dict[str, Any]:
         function = {"name": delta.text, "arguments": ""}
         return {"tool_calls": [{"index": delta.number, "id": delta.id, "type": "function", "function": function}]}
     return {"tool_calls": [{"index": delta.number, "function": {"arguments": delta.text}}]}
-
-
-def logprobs(tokens: list[Token], llama: Llama) -> dict[str, Any]:
-    tokenizer = llama.tokenizer
-
-    def shown(log: Logprob) -> dict[str, Any]:
-        raw = tokenizer.token_bytes(log.id) if log.id < tokenizer.vocab_size else b""
-        return {"token": log.text, "logprob": logprob_number(log), "bytes": list(raw)}
-
-    logs = [token.logprob for token in tokens if token.logprob]
-    return {"content": [{**shown(log), "top_logprobs": [shown(top) for top in log.top]} for log in logs]}

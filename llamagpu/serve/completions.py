@@ -9,12 +9,12 @@ from typing import Any
 from starlette.responses import Response
 
 from llamagpu.llama import Generation, Llama
-from llamagpu.results import Token
 from llamagpu.serve.body import decode
 from llamagpu.serve.errors import invalid
 from llamagpu.serve.formats import Format, FormatFields, format_of
-from llamagpu.serve.generating import FINISH, check_length, generating, generations, logprob_number, timings, usage
+from llamagpu.serve.generating import FINISH, check_length, generating, generations, timings, usage
 from llamagpu.serve.http import DONE, KEEP_ALIVE, Call, EventStream, event, json_response
+from llamagpu.serve.logprobs import PlacedToken, ScoredTokens, logprob_number
 from llamagpu.serve.parameters import Parameters, parameters
 from llamagpu.serve.state import Server
 
@@ -45,16 +45,16 @@ async def complete(server: Server, request: CompletionRequest) -> dict[str, Any]
     head, task = begin(server, request)
     wanted = task.parameters
     async with generating(server, lambda llama: prepare(task, llama), task.count, task.quick) as (jobs, echoes):
-        texts, tokens = ["" for _ in jobs], [list[Token]() for _ in jobs]
+        texts, scored = ["" for _ in jobs], [ScoredTokens(server.llama) for _ in jobs]
         async for update in jobs.updates():
             for i, arrived in update:
                 texts[i] += "".join(token.text for token in arrived)
-                tokens[i] += arrived
+                scored[i].push(arrived)
         choices = [
             {
                 "index": i,
                 "text": (echoes[i] if request.echo else "") + texts[i],
-                "logprobs": TextLogprobs(server.llama).add(tokens[i]) if wanted.logprobs is not None else None,
+                "logprobs": text_logprobs(scored[i].shown(job)) if wanted.logprobs is not None else None,
                 "finish_reason": FINISH[job.finish_reason],
             }
             for i, job in enumerate(jobs)
@@ -74,13 +74,15 @@ async def stream(server: Server, request: CompletionRequest) -> AsyncGenerator[b
 
     async with generating(server, lambda llama: prepare(task, llama), task.count, task.quick) as (jobs, echoes):
         yield b"".join(chunk(i, echo) for i, echo in enumerate(echoes)) if request.echo else KEEP_ALIVE
-        logprobs = [TextLogprobs(server.llama) for _ in jobs]
+        scored = [ScoredTokens(server.llama) for _ in jobs]
         async for update in jobs.updates(server.options.keep_alive_s):
             if not update:
                 yield KEEP_ALIVE
             for i, arrived in update:
                 text = "".join(token.text for token in arrived)
-                logs = logprobs[i].add(arrived) if wanted.logprobs is not None and arrived else None
+                scored[i].push(arrived)
+                tokens = scored[i].shown(jobs[i])
+                logs = text_logprobs(tokens) if tokens else None
                 out = [chunk(i, text, logs)] if text or logs else []
                 if jobs[i].ended:
                     out.append(chunk(i, "", reason=FINISH[jobs[i].finish_reason], timings=timings(jobs[i])))
@@ -153,24 +155,11 @@ def prepare(task: Task, llama: Llama) -> tuple[list[Generation], list[str]]:
     return runs, echoes
 
 
-class TextLogprobs:
-    """The logprobs objects of one text, whose tokens arrive in pieces."""
-
-    def __init__(self, llama: Llama) -> None:
-        self._decoder = llama.tokenizer.stream()
-        self._offset = 0  # characters of the text so far
-
-    def add(self, tokens: list[Token]) -> dict[str, Any]:
-        logs = [token.logprob for token in tokens if token.logprob]
-        return {
-            "tokens": [log.text for log in logs],
-            "token_logprobs": [logprob_number(log) for log in logs],
-            "top_logprobs": [{top.text: logprob_number(top) for top in log.top} for log in logs],
-            "text_offset": [self._begin_of(log.id) for log in logs],
-        }
-
-    def _begin_of(self, id: int) -> int:
-        """Where a token begins. Tokens that are parts of one character begin where it does."""
-        begin = self._offset
-        self._offset += len(self._decoder.push(id))
-        return begin
+def text_logprobs(tokens: list[PlacedToken]) -> dict[str, Any]:
+    logs = [token.logprob for token in tokens]
+    return {
+        "tokens": [log.text for log in logs],
+        "token_logprobs": [logprob_number(log) for log in logs],
+        "top_logprobs": [{top.text: logprob_number(top) for top in log.top} for log in logs],
+        "text_offset": [token.begin for token in tokens],
+    }

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from llamagpu.errors import LlamaGpuError
 from llamagpu.llama import Generation, Grammar, Llama
-from llamagpu.results import Logprob
 from llamagpu.serve.engine_thread import Job, Jobs
 from llamagpu.serve.errors import ApiError, as_api_error, field_of
 from llamagpu.serve.parameters import Parameters
@@ -16,7 +15,6 @@ from llamagpu.serve.state import Server
 T = TypeVar("T")
 MAX_BYTES_PER_TOKEN = 16  # of a prompt: English has 4 to 5, and a longer prompt is not worth encoding
 FINISH = {"stop": "stop", "length": "length", "context": "length"}
-MIN_LOGPROB = -9999.0  # as OpenAI writes minus infinity
 
 
 @asynccontextmanager
@@ -106,7 +104,3 @@ def timings(job: Job) -> dict[str, Any]:
         "predicted_ms": round(1000 * times.decode_s, 3),
         "predicted_per_second": round(times.decode_tps, 3),
     }
-
-
-def logprob_number(value: Logprob) -> float:
-    return max(value.logprob, MIN_LOGPROB)
