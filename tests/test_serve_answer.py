@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from package_data import templates
 from llamagpu.engine.grammar import Grammar, GrammarVocabulary, Matcher, allowed_tokens
 from llamagpu.files.chat_template import render
 from llamagpu.files.tokenizer import Tokenizer
+from llamagpu.results import Logprob, Token
 from llamagpu.serve.answer import Answer
+from llamagpu.serve.logprobs import ScoredTokens
 from llamagpu.serve.tools import (
     HERMES,
     LLAMA3,
@@ -74,6 +77,24 @@ def test_answers(text: str, options: dict[str, Any], expected: list[tuple[str, s
                 found.append((delta.kind, delta.text))
         assert found == expected, size
         assert answer.calls == sum(kind == "call" for kind, _ in found)
+
+
+@pytest.mark.parametrize(("text", "options", "expected"), CASES)
+def test_scored_tokens_are_those_of_the_content(
+    text: str, options: dict[str, Any], expected: list[tuple[str, str]]
+) -> None:
+    """Not those of tags, reasoning and calls."""
+    llama: Any = SimpleNamespace(tokenizer=Tokenizer.from_gguf(spm_vocab(289)))
+    for size in (1, 2, 3, 7, 1000):
+        answer, scored, found = Answer(names=("f",), **options), ScoredTokens(llama), ""
+        for i in range(0, len(text) + 1, size):
+            letters = [Token(3 + ord(c), c, Logprob(3 + ord(c), c, -1.0)) for c in text[i : i + size]]  # bytes
+            scored.push(letters)
+            for delta in answer.push(text[i : i + size]) + (answer.end() if i + size > len(text) else []):
+                if delta.kind == "content":
+                    tokens = scored.take(delta.end - len(delta.text), delta.end)
+                    found += "".join(token.logprob.text for token in tokens)
+        assert found == "".join(text for kind, text in expected if kind == "content"), size
 
 
 def test_arguments_arrive_before_the_call_is_complete() -> None:

@@ -115,6 +115,33 @@ def test_responses(client: openai.OpenAI) -> None:
     ]
 
 
+@pytest.mark.parametrize("top", [0, 2])
+def test_log_probabilities_of_responses(client: openai.OpenAI, top: int) -> None:
+    """Of the message's tokens, as chats have them."""
+    request: Any = {"model": MODEL, "input": "hello you", "max_output_tokens": 8, "temperature": 0}
+    chat = client.chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=8, temperature=0, logprobs=True, top_logprobs=top
+    )
+    assert chat.choices[0].logprobs and chat.choices[0].logprobs.content
+    expected = chat.choices[0].logprobs.content
+    request |= {"top_logprobs": top} if top else {"include": ["message.output_text.logprobs"]}
+    whole: Any = client.responses.create(**request)
+    found = whole.output[0].content[0].logprobs
+    assert whole.top_logprobs == top and len(found) == 8
+    assert [(log.token, log.bytes) for log in found] == [(log.token, log.bytes) for log in expected]
+    assert [log.logprob for log in found] == pytest.approx([log.logprob for log in expected], abs=1e-4)
+    assert all([one.token for one in a.top_logprobs] == [one.token for one in b.top_logprobs]
+               for a, b in zip(found, expected, strict=True))  # fmt: skip
+    assert {len(log.top_logprobs) for log in found} == {top}
+    events: list[Any] = list(client.responses.create(**request, stream=True))
+    logs = [log.token for event in events if event.type == "response.output_text.delta" for log in event.logprobs]
+    done = next(event for event in events if event.type == "response.output_text.done")
+    assert logs == [log.token for log in done.logprobs] == [log.token for log in found]
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**{**request, "top_logprobs": 21})
+    assert refused.value.param == "top_logprobs"
+
+
 def test_structured_and_called_responses(client: openai.OpenAI) -> None:
     class Town(pydantic.BaseModel):
         large: bool

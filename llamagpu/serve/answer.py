@@ -16,6 +16,7 @@ class Delta(NamedTuple):
     text: str  # of a call: the name of the function
     number: int = 0  # of the call
     id: str = ""  # of the call
+    end: int = 0  # of content: where it ends in the whole text
 
 
 class Answer:
@@ -31,6 +32,7 @@ class Answer:
         self.style, self.names = style, names
         self.special = style is not None and style.special  # whether the text has that of control tokens
         self.calls = 0
+        self._pushed = 0  # characters
         self._held = ""  # text that is not decided
         self._raw = ""  # the text of a call, for the case that it is none
         self._begun = False  # whether content has come
@@ -40,6 +42,7 @@ class Answer:
 
     def push(self, text: str) -> list[Delta]:
         self._held += text
+        self._pushed += len(text)
         return list(self._run())
 
     def end(self) -> list[Delta]:
@@ -50,7 +53,7 @@ class Answer:
             rest = ""
         self._held = self._raw = ""
         kind = "reasoning" if self._state == self._think else "content"
-        return found + ([Delta(kind, rest)] if rest and (rest.strip() or not self.calls) else [])
+        return found + ([Delta(kind, rest, end=self._pushed)] if rest and (rest.strip() or not self.calls) else [])
 
     def _run(self) -> Iterator[Delta]:
         """Apply the states' functions until one wants more text."""
@@ -115,7 +118,7 @@ class Answer:
         text = self._held[:count]
         if text.strip() or not self.calls:  # blanks between calls are not content
             self._held, self._begun = self._held[count:], self._begun or bool(text)
-            yield from content("content", text)
+            yield from content("content", text, self._pushed - len(self._held))
 
     def _begin_call(self) -> None:
         assert self.style is not None
@@ -142,7 +145,7 @@ class Answer:
             self._state, self._scanner, text, self._raw = self._after_calls, None, self._raw, ""
             if text.strip() or not self.calls:
                 self._begun = True
-                yield from content("content", text)
+                yield from content("content", text, self._pushed)
         elif scanner.left is not None:  # the end of the calls
             self._held, self._raw, self._state, self._scanner = scanner.left, "", self._after_calls, None
 
@@ -151,9 +154,9 @@ class Answer:
         yield from ()
 
 
-def content(kind: str, text: str) -> Iterator[Delta]:
+def content(kind: str, text: str, end: int = 0) -> Iterator[Delta]:
     if text:
-        yield Delta(kind, text)
+        yield Delta(kind, text, end=end)
 
 
 def undecided(text: str, tag: str) -> int:

@@ -161,10 +161,14 @@ def heading(server: Server, request: ChatRequest, kind: str) -> dict[str, Any]:
 
 def task_of(request: ChatRequest, llama: Llama) -> ChatTask:
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    top = top_logprobs(request)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+    top = top_logprobs(request.top_logprobs)
     return ChatTask(
         messages=[template_message(message, i) for i, message in enumerate(request.messages)],
-        parameters=parameters(request, llama.sampling, llama.config.vocab, max_tokens, top),
+        parameters=parameters(
+            request, llama.sampling, llama.config.vocab, max_tokens, top if request.logprobs else None
+        ),
         tools=[msgspec.to_builtins(tool) for tool in request.tools or ()],
         tool_choice=tool_choice(request.tool_choice),
         parallel_calls=request.parallel_tool_calls is not False,
@@ -173,13 +177,10 @@ def task_of(request: ChatRequest, llama: Llama) -> ChatTask:
     )
 
 
-def top_logprobs(request: ChatRequest) -> int | None:
-    top = request.top_logprobs
-    if top is not None and not request.logprobs:
-        raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+def top_logprobs(top: int | None) -> int:
     if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
         raise invalid(f"top_logprobs is {top}: give 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")
-    return (top or 0) if request.logprobs else None
+    return top or 0
 
 
 def template_message(message: ChatMessage, number: int) -> dict[str, Any]:
@@ -243,7 +244,7 @@ def joined(deltas: list[Delta]) -> list[Delta]:
     found: list[Delta] = []
     for delta in deltas:
         if found and found[-1].kind == delta.kind != "call":
-            found[-1] = found[-1]._replace(text=found[-1].text + delta.text)
+            found[-1] = found[-1]._replace(text=found[-1].text + delta.text, end=delta.end)
         else:
             found.append(delta)
     return found

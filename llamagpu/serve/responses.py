@@ -12,16 +12,18 @@ from llamagpu.llama import Llama
 from llamagpu.serve.answer import Delta
 from llamagpu.serve.body import decode
 from llamagpu.serve.chat import AUTO, NONE, REQUIRED, ChatTask, arguments_object, prepare
-from llamagpu.serve.chat_completions import Part, text_of
+from llamagpu.serve.chat_completions import Part, text_of, top_logprobs
 from llamagpu.serve.chat_completions import variables as template_variables
 from llamagpu.serve.engine_thread import Job
 from llamagpu.serve.errors import ApiError, invalid
 from llamagpu.serve.formats import Format
 from llamagpu.serve.generating import generating
 from llamagpu.serve.http import KEEP_ALIVE, Call, EventStream, event, json_response, reported
+from llamagpu.serve.logprobs import ScoredTokens, logprob_objects
 from llamagpu.serve.parameters import SamplingFields, parameters
 from llamagpu.serve.state import Server
 
+LOGPROBS = "message.output_text.logprobs"  # in `include`
 ROLES = {"developer": "system"}
 
 
@@ -78,6 +80,8 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     previous_response_id: str | None = None
     background: bool | None = None
     metadata: dict[str, Any] | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
 
 
 async def handle(server: Server, call: Call) -> Response | EventStream:
@@ -90,9 +94,11 @@ async def handle(server: Server, call: Call) -> Response | EventStream:
 async def complete(server: Server, request: ResponseRequest) -> dict[str, Any]:
     head, task = heading(server, request), task_of(request, server.llama)
     async with generating(server, lambda llama: prepare(task, llama), 1) as (jobs, new_answer):
-        answer, items = new_answer(), Items()
+        answer = new_answer()
+        items = Items(server.llama, answer.special)
         async for update in jobs.updates():
             for _, arrived in update:
+                items.scored.push(arrived)
                 list(items.add(answer.push("".join(token.text for token in arrived))))
         list(items.add(answer.end()))
         end = ending(jobs[0])
@@ -110,13 +116,15 @@ async def stream(server: Server, request: ResponseRequest) -> AsyncGenerator[byt
         return event({**value, "sequence_number": number}, value["type"])
 
     async with generating(server, lambda llama: prepare(task, llama), 1) as (jobs, new_answer):
-        answer, items, job = new_answer(), Items(), jobs[0]
+        answer, job = new_answer(), jobs[0]
+        items = Items(server.llama, answer.special)
         yield b"".join(typed({"type": f"response.{name}", "response": head}) for name in ("created", "in_progress"))
         try:
             async for update in jobs.updates(server.options.keep_alive_s):
                 if not update:
                     yield KEEP_ALIVE
                 for _, arrived in update:
+                    items.scored.push(arrived)
                     deltas = answer.push("".join(token.text for token in arrived))
                     if job.ended:
                         deltas += answer.end()
@@ -133,8 +141,9 @@ async def stream(server: Server, request: ResponseRequest) -> AsyncGenerator[byt
 class Items:
     """The items of an output, and the events that tell of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, llama: Llama, special: bool) -> None:
         self.found: list[dict[str, Any]] = []
+        self.scored, self._llama = ScoredTokens(llama, special), llama
 
     def add(self, deltas: Sequence[Delta]) -> Iterator[dict[str, Any]]:
         for delta in deltas:
@@ -157,7 +166,11 @@ class Items:
             yield self._event("response.content_part.added", content_index=0, part=part_of(kind))
         part = self.found[-1]["content"][0]
         part["text"] += delta.text
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        more = {}
+        if kind == "message":
+            tokens = self.scored.take(delta.end - len(delta.text), delta.end)
+            more["logprobs"] = logprob_objects(tokens, self._llama)
+            part["logprobs"] += more["logprobs"]
         yield self._event(f"response.{part['type']}.delta", content_index=0, delta=delta.text, **more)
 
     def close(self, response_status: str = "completed") -> Iterator[dict[str, Any]]:
@@ -171,7 +184,7 @@ class Items:
             yield self._event("response.function_call_arguments.done", **named)
         else:
             part = item["content"][0]
-            more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            more = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
             yield self._event(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
             yield self._event("response.content_part.done", content_index=0, part=part)
         yield {"type": "response.output_item.done", "output_index": len(self.found) - 1, "item": item}
@@ -215,6 +228,7 @@ def heading(server: Server, request: ResponseRequest) -> dict[str, Any]:
         "text": {"format": {"type": "text"}} if request.text is None else msgspec.to_builtins(request.text),
         "tool_choice": msgspec.to_builtins(request.tool_choice or AUTO),
         "tools": msgspec.to_builtins(request.tools or []),
+        "top_logprobs": request.top_logprobs or 0,
         "top_p": request.top_p,
         "usage": None,
     }
@@ -248,10 +262,14 @@ def task_of(request: ResponseRequest, llama: Llama) -> ChatTask:
     if request.max_output_tokens is not None and request.max_output_tokens < 1:
         raise invalid("max_output_tokens: give a whole number from 1 up", "max_output_tokens")
     fields = SamplingFields(temperature=request.temperature, top_p=request.top_p)
+    top = top_logprobs(request.top_logprobs)
+    scored = bool(top) or LOGPROBS in (request.include or ())
     effort = request.reasoning.effort if request.reasoning else None
     return ChatTask(
         messages=messages_of(request),
-        parameters=parameters(fields, llama.sampling, llama.config.vocab, request.max_output_tokens),
+        parameters=parameters(
+            fields, llama.sampling, llama.config.vocab, request.max_output_tokens, top if scored else None
+        ),
         tools=[tool_object(tool) for tool in request.tools or ()],
         tool_choice=tool_choice(request.tool_choice),
         parallel_calls=request.parallel_tool_calls is not False,
