@@ -203,6 +203,8 @@ def test_messages_with_tools(claude: anthropic.Anthropic) -> None:
         (block,) = final.content
         assert (final.stop_reason, block.type) == ("tool_use", "tool_use")
         assert block.name == "weather" and block.input["city"] in ("Rome", "Oslo")  # type: ignore[union-attr]
+        counted = claude.messages.count_tokens(model=MODEL, messages=HELLO, tools=[tool], tool_choice=choice)
+        assert counted.input_tokens == final.usage.input_tokens + (final.usage.cache_read_input_tokens or 0)
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "warm"}]}
     messages: Any = [
         *HELLO,
@@ -225,6 +227,10 @@ def test_structured_messages(claude: anthropic.Anthropic, server: Served) -> Non
     for given in ({"output_config": {"format": form}}, {"output_format": form}):
         found = httpx.post(f"{server.url}/v1/messages", json={**request, **given}, timeout=TIMEOUT_S).json()
         assert json.loads(found["content"][0]["text"])["city"] in ("Rome", "Oslo")
+    think: Any = {"model": MODEL, "messages": [{"role": "user", "content": "think"}], "output_config": {"format": form}}
+    used = claude.messages.create(**think, max_tokens=2).usage  # the prompt ends the reasoning
+    prompt_tokens = used.input_tokens + (used.cache_read_input_tokens or 0)
+    assert claude.messages.count_tokens(**think).input_tokens == prompt_tokens
     with claude.messages.stream(**request, output_config={"format": form}) as stream:
         assert json.loads(stream.get_final_text())["city"] in ("Rome", "Oslo")
     wrong: list[tuple[str, dict[str, Any]]] = [

@@ -46,17 +46,10 @@ NewAnswer = Callable[[], Answer]
 
 def prepare(task: ChatTask, llama: Llama) -> tuple[list[Generation], NewAnswer]:
     """The generations of a task, and what reads their texts."""
-    check(task)
-    style, text, thinking = render(task, llama)
-    check_length(text, llama, "messages")
+    style, ids, thinking = prompt(task, llama)
     form = format_with_calls(task, style, llama)
     grammar = form.grammar() if form else None
-    if grammar and thinking:  # the grammar is of the answer, not of the reasoning
-        text, thinking = f"{text.rstrip()}\n\n{thinking}\n\n", None
     names = {tool["function"]["name"] for tool in task.offered}
-    if task.forced:
-        text += style.forced
-    ids = llama.encode_rendered(text)
 
     def new_answer() -> Answer:
         return Answer(style if names else None, names, thinking, in_call=task.forced)
@@ -66,12 +59,16 @@ def prepare(task: ChatTask, llama: Llama) -> tuple[list[Generation], NewAnswer]:
     return runs, new_answer
 
 
-def prompt_ids(task: ChatTask, llama: Llama) -> list[int]:
-    """The prompt of a task, without an answer."""
+def prompt(task: ChatTask, llama: Llama) -> tuple[ToolStyle, list[int], str | None]:
+    """As `render`, in tokens and with the beginning that the answer must have."""
     check(task)
-    _, text, _ = render(task, llama)
+    style, text, thinking = render(task, llama)
     check_length(text, llama, "messages")
-    return llama.encode_rendered(text)
+    if thinking and (task.forced or task.format):  # the grammar is of the answer, not of the reasoning
+        text, thinking = f"{text.rstrip()}\n\n{thinking}\n\n", None
+    if task.forced:
+        text += style.forced
+    return style, llama.encode_rendered(text), thinking
 
 
 def check(task: ChatTask) -> None:
