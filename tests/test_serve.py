@@ -208,6 +208,17 @@ def test_tools_with_a_schema(client: openai.OpenAI, choice: Any, first: str, cal
         assert not found.message.tool_calls
 
 
+@pytest.mark.parametrize("count", [1, 8, 40])
+def test_calls_that_are_cut_short(client: openai.OpenAI, count: int) -> None:
+    """They are no content, with their name or without."""
+    request: Any = {"tools": [WEATHER], "tool_choice": "required", "temperature": 1, "seed": 2, "max_tokens": count}
+    whole = client.chat.completions.create(model=MODEL, messages=HELLO, **request).choices[0]
+    assert whole.finish_reason == "length" and not whole.message.content
+    assert bool(whole.message.tool_calls) == (count == 40)
+    for chunk in client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, **request):
+        assert not chunk.choices[0].delta.content
+
+
 def test_tool_results_reach_the_prompt(http: httpx.Client) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     messages = [

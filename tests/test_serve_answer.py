@@ -61,7 +61,20 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
     ("", {}, []),
     ('{"name": "f", "arguments": {"x": 1}}', {"style": HERMES, "in_call": True}, ONE),
     ('{"name": "f", "arguments": {"x"', {"style": HERMES, "in_call": True}, [("call", "f"), ("arguments", '{"x"')]),
-    ('{"na', {"style": HERMES, "in_call": True}, [("content", '{"na')]),
+    ('{"na', {"style": HERMES, "in_call": True}, []),
+    ('{"name": "f", "arg', {"style": LLAMA3, "in_call": True}, []),
+    ('<tool_call>\n{"name": "f", "ar', {"style": HERMES}, []),
+    ('so <tool_call>\n{"name": "f", "ar', {"style": HERMES}, [("content", "so ")]),
+    ('<tool_call>{"name": "f"</tool_call>', {"style": HERMES}, [("content", '<tool_call>{"name": "f"</tool_call>')]),
+    ('<tool_call>{"name": "f", "arguments": {"x": "</tool_call>', {"style": HERMES},
+     [("call", "f"), ("arguments", '{"x": "</tool_call>')]),
+    (f"{HERMES_CALL}\n<tool", {"style": HERMES}, F),
+    (f"{HERMES_CALL}\n<tool_call>\n", {"style": HERMES}, F),
+    (f"{HERMES_CALL} <b", {"style": HERMES}, [*F, ("content", " <b")]),
+    ('{"name": "f", "parameters": {"x": 1}}', {"style": LLAMA3, "in_call": True}, ONE),
+    ('{"answer": 4', {"style": LLAMA3}, [("content", '{"answer": 4')]),
+    ('[TOOL_CALLS][{"name"', {"style": MISTRAL}, []),
+    ("[TOOL_CALLS]f[AR", {"style": MISTRAL}, []),
 ]  # fmt: skip
 
 

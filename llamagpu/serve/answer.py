@@ -36,6 +36,7 @@ class Answer:
         self._held = ""  # text that is not decided
         self._raw = ""  # the text of a call, for the case that it is none
         self._begun = False  # whether content has come
+        self._in_call = in_call
         self._end_tag = thinking or ""
         self._scanner = CallScanner(style) if style and in_call else None
         self._state = self._think if thinking else self._call if in_call else self._first
@@ -46,14 +47,28 @@ class Answer:
         return list(self._run())
 
     def end(self) -> list[Delta]:
-        """The rest."""
+        """The rest. A call that was cut short is no content."""
         found = list(self._run())
         rest = self._raw if self._state == self._call and self._raw else self._held
-        if self._scanner and self._scanner.name and self._raw:  # a call that was cut short: its name is out
+        if self._cut_short(rest):
             rest = ""
         self._held = self._raw = ""
         kind = "reasoning" if self._state == self._think else "content"
         return found + ([Delta(kind, rest, end=self._pushed)] if rest and (rest.strip() or not self.calls) else [])
+
+    def _cut_short(self, rest: str) -> bool:
+        """Whether the rest is the beginning of a call, as far as that can be said."""
+        style, scanner = self.style, self._scanner
+        if style is None:
+            return False
+        if self._state != self._call:
+            return self.calls > 0 and style.begin.startswith(rest.strip())
+        if self._in_call or (scanner and scanner.name):
+            return True
+        if not rest.startswith(style.begin) or (style.end and style.end in rest):  # no tag; or whole, and no JSON
+            return False
+        text = rest.removeprefix(style.begin).lstrip(" \n\t[")
+        return text[:1] in ("", "{") or any(text.startswith(name) or name.startswith(text) for name in self.names)
 
     def _run(self) -> Iterator[Delta]:
         """Apply the states' functions until one wants more text."""
