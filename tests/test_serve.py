@@ -208,6 +208,34 @@ def test_tools_with_a_schema(client: openai.OpenAI, choice: Any, first: str, cal
         assert not found.message.tool_calls
 
 
+TOWNS = {
+    "type": "object",
+    "properties": {"towns": {"type": "array", "items": {"$ref": "#/$defs/Town"}, "minItems": 1, "maxItems": 1}},
+    "required": ["towns"],
+    "$defs": {"Town": {"type": "object", "properties": {"large": {"type": "boolean"}}, "required": ["large"]}},
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_strict_schemas_have_no_other_keys(client: openai.OpenAI, http: httpx.Client, strict: bool) -> None:
+    """The bias has a comma wherever one may come: another key follows."""
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": TOWNS, "strict": strict}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": TOWNS, "strict": strict}}
+    request: Any = {"messages": HELLO, "max_tokens": 200, "logit_bias": {str(3 + ord(",")): 100}, "temperature": 0}
+    called = client.chat.completions.create(model=MODEL, tools=[tool], tool_choice="required", **request).choices[0]
+    answered = client.chat.completions.create(model=MODEL, response_format=form, **request).choices[0]
+    assert called.message.tool_calls and answered.message.content
+    for text in (called.message.tool_calls[0].function.arguments, answered.message.content):
+        if strict:
+            (town,) = json.loads(text)["towns"]
+            assert json.loads(text).keys() == {"towns"} and town.keys() == {"large"}
+        else:
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(text)
+    prompt = http.post("/apply-template", json={"messages": HELLO, "tools": [tool]}).json()["prompt"]
+    assert "strict" not in prompt and ("additionalProperties" in prompt) == strict
+
+
 @pytest.mark.parametrize("count", [1, 8, 40])
 def test_calls_that_are_cut_short(client: openai.OpenAI, count: int) -> None:
     """They are no content, with their name or without."""
@@ -560,8 +588,8 @@ def test_deep_schemas(http: httpx.Client) -> None:
         schema: dict[str, Any] = {"type": "object"}
         for _ in range(levels):
             schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+        form = {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}
         for more in ({"tools": [tool]}, {"tools": [tool], "tool_choice": "required"}, {"response_format": form}):
             raw = msgspec.json.encode({"messages": HELLO, "max_tokens": 2, **more})
             assert http.post("/v1/chat/completions", content=raw).status_code in (200, 400)

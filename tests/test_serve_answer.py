@@ -23,6 +23,7 @@ from llamagpu.serve.tools import (
     call_id,
     call_or_answer,
     call_schema,
+    closed,
     style_of,
     with_generic_prompt,
 )
@@ -181,6 +182,29 @@ def test_real_templates_show_tools_calls_and_results(name: str) -> None:
     ]
     text = render(templates()[name], messages, bos_token="<s>", eos_token="</s>", tools=[tool])
     assert '"of a city"' in text and '"city": "Rome"' in text and "warm" in text
+
+
+def test_closed_schemas() -> None:
+    """Wherever a schema has objects; not what only looks like one, and not what says it."""
+    one: dict[str, Any] = {"type": "object", "properties": {"a": {}}}
+    shut, free = {**one, "additionalProperties": False}, {"type": ["object", "null"], "additionalProperties": True}
+    plain: list[Any] = [
+        free,
+        True,
+        {"enum": [one]},
+        {"const": one},
+        {"type": 5},
+        {"properties": {"type": {}}}["properties"],
+    ]
+    for schema in plain:
+        assert closed(schema) == schema
+    assert closed(one) == shut and closed({"type": ["object", "null"]})["additionalProperties"] is False
+    for key in ("properties", "$defs", "definitions"):
+        assert closed({key: {"b": one}})[key] == {"b": shut}
+    for key in ("anyOf", "oneOf", "prefixItems"):
+        assert closed({key: [one, one]})[key] == [shut, shut]
+    assert closed({"items": {"items": one}}) == {"items": {"items": shut}}
+    assert closed({"type": "object", "additionalProperties": one})["additionalProperties"] == shut
 
 
 CALL = '{"name": "f", "arguments": {"x": 1}}'

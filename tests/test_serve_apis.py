@@ -172,6 +172,26 @@ def test_structured_and_called_responses(client: openai.OpenAI) -> None:
     assert refused.value.param == "previous_response_id"
 
 
+def test_strict_tools(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    """Arguments have no keys but those that are named: here none. A random model would write some."""
+    free: Any = {"type": "object", "properties": {}}
+    tools: Any = [{"type": "function", "name": "f", "parameters": free, "strict": True}]
+    request: Any = {"model": MODEL, "input": "hello", "max_output_tokens": 300}
+    for seed in range(3):
+        found = client.responses.create(**request, tools=tools, tool_choice="required", temperature=1 + seed / 10)
+        assert [json.loads(call.arguments) for call in found.output if call.type == "function_call"] == [{}]
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": free, "strict": True}}
+    assert json.loads(client.responses.create(**request, text=form).output_text) == {}
+    used: Any = claude.messages.create(
+        model=MODEL,
+        messages=HELLO,
+        max_tokens=300,
+        tools=[{"name": "f", "input_schema": free, "strict": True}],
+        tool_choice={"type": "any"},
+    )
+    assert [(block.type, block.input) for block in used.content] == [("tool_use", {})]
+
+
 # Messages
 
 

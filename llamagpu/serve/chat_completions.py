@@ -19,6 +19,7 @@ from llamagpu.serve.http import DONE, KEEP_ALIVE, Call, EventStream, event, json
 from llamagpu.serve.logprobs import ScoredTokens, logprob_objects
 from llamagpu.serve.parameters import parameters
 from llamagpu.serve.state import Server
+from llamagpu.serve.tools import tool_of
 
 MAX_TOP_LOGPROBS = 20
 
@@ -51,6 +52,7 @@ class FunctionTool(msgspec.Struct, omit_defaults=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class ToolField(msgspec.Struct):
@@ -169,7 +171,7 @@ def task_of(request: ChatRequest, llama: Llama) -> ChatTask:
         parameters=parameters(
             request, llama.sampling, llama.config.vocab, max_tokens, top if request.logprobs else None
         ),
-        tools=[msgspec.to_builtins(tool) for tool in request.tools or ()],
+        tools=[tool_of(msgspec.to_builtins(tool.function)) for tool in request.tools or ()],
         tool_choice=tool_choice(request.tool_choice),
         parallel_calls=request.parallel_tool_calls is not False,
         format=format_of(request),

@@ -11,6 +11,7 @@ from llamagpu.errors import LlamaGpuError
 from llamagpu.llama import Grammar
 from llamagpu.serve.errors import as_api_error, invalid
 from llamagpu.serve.parameters import SamplingFields
+from llamagpu.serve.tools import closed
 
 LARK_RULE = re.compile(r"^\s*(%llguidance\b|start\b[^:\n]*:(?!:))", re.M)  # as the command line tells Lark from GBNF
 
@@ -18,6 +19,7 @@ LARK_RULE = re.compile(r"^\s*(%llguidance\b|start\b[^:\n]*:(?!:))", re.M)  # as 
 class JsonSchema(msgspec.Struct):
     schema: dict[str, Any] | None = None
     name: str | None = None
+    strict: bool | None = None
 
 
 class ResponseFormat(msgspec.Struct):
@@ -69,4 +71,4 @@ def schema_of(form: ResponseFormat | None) -> Mapping[str, Any] | None:
         return schema or {"type": "object"}
     if schema is None:
         raise invalid("response_format has no schema", "response_format.json_schema.schema")
-    return schema
+    return closed(schema) if form.json_schema and form.json_schema.strict else schema

@@ -18,6 +18,7 @@ from llamagpu.serve.generating import generating
 from llamagpu.serve.http import Call, EventStream, event, json_response
 from llamagpu.serve.parameters import SamplingFields, parameters
 from llamagpu.serve.state import Server
+from llamagpu.serve.tools import Tool, tool_of
 
 
 class Block(msgspec.Struct):
@@ -43,6 +44,7 @@ class AnthropicTool(msgspec.Struct):
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -258,11 +260,11 @@ def text_of(content: str | Sequence[Block], where: str) -> str:
     return "\n".join(block.text for block in content)
 
 
-def tool_object(tool: AnthropicTool) -> dict[str, Any]:
+def tool_object(tool: AnthropicTool) -> Tool:
     if tool.type not in (None, "custom"):
         raise invalid(f"tools: {tool.type[:40]!r} is not supported, only custom tools", "tools")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+    return tool_of({**function, "strict": tool.strict})
 
 
 def tool_choice(choice: ToolChoice | None) -> str:

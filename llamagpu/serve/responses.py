@@ -22,6 +22,7 @@ from llamagpu.serve.http import KEEP_ALIVE, Call, EventStream, event, json_respo
 from llamagpu.serve.logprobs import ScoredTokens, logprob_objects
 from llamagpu.serve.parameters import SamplingFields, parameters
 from llamagpu.serve.state import Server
+from llamagpu.serve.tools import Tool, closed, tool_of
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`
 ROLES = {"developer": "system"}
@@ -42,6 +43,7 @@ class Item(msgspec.Struct):
 class TextFormat(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"]
     schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class TextOptions(msgspec.Struct):
@@ -53,6 +55,7 @@ class ResponseTool(msgspec.Struct, omit_defaults=True):
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class NamedTool(msgspec.Struct):
@@ -297,12 +300,12 @@ def template_messages(item: Item, where: str) -> Iterator[dict[str, Any]]:
         raise invalid(f"{where}: {item.type[:40]!r} is not supported", f"{where}.type")
 
 
-def tool_object(tool: ResponseTool) -> dict[str, Any]:
+def tool_object(tool: ResponseTool) -> Tool:
     if tool.type != "function" or not tool.name:
         raise invalid(f"tools: {tool.type[:40]!r} is not supported, only functions with a name", "tools")
     function = msgspec.to_builtins(tool)
     del function["type"]
-    return {"type": "function", "function": function}
+    return tool_of(function)
 
 
 def tool_choice(choice: str | NamedTool | None) -> str:
@@ -321,4 +324,4 @@ def format_of(options: TextOptions | None) -> Format | None:
         return Format("text.format", {"type": "object"})
     if form.schema is None:
         raise invalid("text.format has no schema", "text.format.schema")
-    return Format("text.format.schema", form.schema)
+    return Format("text.format.schema", closed(form.schema) if form.strict else form.schema)

@@ -83,6 +83,33 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
     return {"role": message["role"], "content": "\n".join(filter(None, (message["content"], calls)))}
 
 
+def tool_of(function: Mapping[str, Any]) -> Tool:
+    """A tool as templates take it. With `strict`, the arguments have no keys but those that are named."""
+    found = {key: value for key, value in function.items() if key != "strict" and value is not None}
+    if function.get("strict"):
+        found["parameters"] = closed(found.get("parameters", {"type": "object"}))
+    return {"type": "function", "function": found}
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have no keys but those that it names, unless it says otherwise: `strict` asks for it."""
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for key in found.keys() & {"properties", "$defs", "definitions"}:
+        if isinstance(found[key], dict):
+            found[key] = {name: closed(value) for name, value in found[key].items()}
+    for key in found.keys() & {"anyOf", "oneOf", "prefixItems"}:
+        if isinstance(found[key], list):
+            found[key] = [closed(value) for value in found[key]]
+    for key in found.keys() & {"items", "additionalProperties"}:
+        found[key] = closed(found[key])
+    kinds = found.get("type")
+    if "properties" in found or kinds == "object" or (isinstance(kinds, list) and "object" in kinds):
+        found.setdefault("additionalProperties", False)
+    return found
+
+
 def call_schema(tools: Sequence[Tool], style: ToolStyle) -> dict[str, Any]:
     """The JSON schema of a call of one of the tools."""
     choices, definitions = [], {}
