@@ -16,9 +16,8 @@ from package_data import default_model, vocabulary
 from test_cli import run as command  # noqa: F401
 
 from llamagpu import Grammar, Llama, Sampling
-from llamagpu.cli.grammar import is_gbnf
 from llamagpu.engine import grammar as grammar_module
-from llamagpu.engine.grammar import GrammarVocabulary, Matcher, allowed_tokens
+from llamagpu.engine.grammar import GrammarVocabulary, Matcher, allowed_tokens, is_gbnf
 from llamagpu.engine.sampler import host_sampler
 from llamagpu.errors import BadArgument, GrammarFailed, LlamaGpuError
 from llamagpu.files.gguf_file import GgufFile

@@ -1,6 +1,5 @@
 """The grammar options of `generate` and `chat`."""
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from llamagpu.engine.grammar import Grammar
 
 MAX_BYTES = 4 << 20  # of a file; Grammar refuses less
-LARK_RULE = re.compile(r"^\s*(%llguidance\b|start\b[^:\n]*:(?!:))", re.M)
 
 SchemaOption = Annotated[
     str | None,
@@ -42,7 +40,7 @@ def read_grammar(json_schema: str | None, grammar: str | None, regex: str | None
         raise Usage(f"{' and '.join(names)} are given", "give one of them: a text has one grammar")
     if not names:
         return None
-    from llamagpu.engine.grammar import Grammar  # here: numpy takes a tenth of a second
+    from llamagpu.engine.grammar import LARK_RULE, Grammar, is_gbnf  # here: numpy takes a tenth of a second
 
     if regex is not None:
         return Grammar.regex(regex)
@@ -55,12 +53,6 @@ def read_grammar(json_schema: str | None, grammar: str | None, regex: str | None
         return Grammar.gbnf(text) if is_gbnf(text, "" if itself else value) else Grammar.lark(text)
     except BadArgument as error:
         raise error if itself else BadArgument(f"{value}: {error.cause}", error.remedy) from None
-
-
-def is_gbnf(text: str, name: str) -> bool:
-    """By the file's suffix, else by the content."""
-    suffix = Path(name).suffix.lower()
-    return suffix == ".gbnf" or (suffix != ".lark" and "::=" in text and not LARK_RULE.search(text))
 
 
 def read_file(name: str) -> str:

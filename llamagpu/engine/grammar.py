@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ JSON_OPTIONS = {
     "json_allowed_escapes": 'bfnrt"\\',
 }
 REMEDY = "correct or simplify it"
+LARK_RULE = re.compile(r"^\s*(%llguidance\b|start\b[^:\n]*:(?!:))", re.M)
 T = TypeVar("T")
 UNMATCHED = "NoExtensionBias"  # what llguidance says when no text can match
 
@@ -195,6 +197,12 @@ class Matcher:
         if self._matcher.is_error():
             reason = _reason(self._matcher.get_error())
             raise GrammarFailed(f"the grammar cannot go on: {reason}", "use a simpler grammar")
+
+
+def is_gbnf(text: str, name: str = "") -> bool:
+    """By the suffix of its file, else by the content. What is not GBNF is Lark."""
+    suffix = Path(name).suffix.lower()
+    return suffix == ".gbnf" or (suffix != ".lark" and "::=" in text and not LARK_RULE.search(text))
 
 
 def allowed_tokens(words: NDArray[np.int32], rows: int) -> NDArray[np.bool_]:

@@ -1,19 +1,17 @@
 """What a text has to match: `response_format` of OpenAI's API, `json_schema` and `grammar` of llama.cpp's server."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
+from llamagpu.engine.grammar import is_gbnf
 from llamagpu.errors import LlamaGpuError
 from llamagpu.llama import Grammar
 from llamagpu.serve.errors import as_api_error, invalid
 from llamagpu.serve.parameters import SamplingFields
 from llamagpu.serve.tools import closed
-
-LARK_RULE = re.compile(r"^\s*(%llguidance\b|start\b[^:\n]*:(?!:))", re.M)  # as the command line tells Lark from GBNF
 
 
 class JsonSchema(msgspec.Struct):
@@ -44,8 +42,7 @@ class Format:
         try:
             if not isinstance(self.source, str):
                 return Grammar.json_schema(self.source)
-            gbnf = "::=" in self.source and not LARK_RULE.search(self.source)
-            return Grammar.gbnf(self.source) if gbnf else Grammar.lark(self.source)
+            return Grammar.gbnf(self.source) if is_gbnf(self.source) else Grammar.lark(self.source)
         except LlamaGpuError as error:
             raise as_api_error(error, self.param) from error
 
