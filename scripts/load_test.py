@@ -261,12 +261,14 @@ VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 0.5, -0.5, 1e-300, 2**31, 2**63, 2**200, -(2**70)),
     *("", "text", "\x00", "é😀\u2028", "a" * 5000, [], [[]], {}, {"a": {"b": [1]}}, ["x"], [1, 2], [None]),
     *({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}),
+    *('root ::= "a"', {"format": {"type": "json_schema", "schema": {"type": "object"}}}),
     *({"include_usage": True}, [{"type": "function", "function": {"name": "f"}}], "required", "auto", {"5": -100}),
 ]
 FIELDS = (
     "temperature top_p top_k min_p repeat_penalty presence_penalty frequency_penalty seed stop n logprobs "
     "top_logprobs logit_bias stream stream_options response_format tools tool_choice max_completion_tokens messages "
-    "prompt input model system cache_prompt chat_template_kwargs echo suffix tokens content encoding_format text"
+    "prompt input model system cache_prompt chat_template_kwargs echo suffix tokens content encoding_format text "
+    "json_schema grammar output_config output_format include"
 )
 PATHS = (
     "/v1/chat/completions /v1/completions /v1/responses /v1/embeddings /v1/messages /v1/messages/count_tokens "

@@ -285,6 +285,8 @@ def test_where_dawn_is_used(
         assert many == (other, "Dawn is faster for 16 sequences or more")
         monkeypatch.setenv("LLAMAGPU_BACKEND", "dawn")
         with pytest.raises(NoAdapter, match="Dawn finds no adapter with all that it needs"):
+            choose_adapter(None, (listed | {Library.DAWN: []}).__getitem__)
+        with pytest.raises(NoAdapter, match="no WebGPU adapter was found"):
             choose_adapter(None, lambda library: [])
         with pytest.raises(NoAdapter, match="does not offer"):  # a second GPU of the same kind
             same_in_dawn(listed[Library.WGPU][1], listed[Library.WGPU], listed.__getitem__)
