@@ -529,7 +529,7 @@ FIELDS: list[tuple[str, Any]] = [
     ("tools", [{"type": "function"}]), ("tools", "all"), ("tool_choice", "required"), ("tool_choice", "maybe"),
     ("tool_choice", {"type": "function", "function": {"name": "no"}}), ("model", 5), ("model", "other"),
     ("chat_template_kwargs", {"messages": []}), ("repeat_penalty", 0),
-    ("n", SLOTS + QUEUE + 1),
+    ("n", SLOTS + QUEUE + 1), ("functions", [{"name": "f"}]), ("modalities", ["text", "audio"]),
     ("messages", [{"role": "user", "content": "a" * 90_000}]),
 ]  # fmt: skip
 

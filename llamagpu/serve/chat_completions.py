@@ -80,6 +80,8 @@ class ChatRequest(FormatFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    functions: list[Any] | None = None  # before there were tools
 
 
 async def handle(server: Server, call: Call) -> Response | EventStream:
@@ -165,6 +167,10 @@ def task_of(request: ChatRequest, llama: Llama) -> ChatTask:
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+    if request.functions:
+        raise invalid("functions is not supported: give tools", "functions")
+    if set(request.modalities or ()) - {"text"}:
+        raise invalid("modalities: only text is supported", "modalities")
     top = top_logprobs(request.top_logprobs)
     return ChatTask(
         messages=[template_message(message, i) for i, message in enumerate(request.messages)],
