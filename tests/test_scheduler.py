@@ -241,6 +241,23 @@ def test_a_cancelled_request_ends_for_its_reader_too(path, gpu):
     check_empty(scheduler)
 
 
+def test_a_cancelled_request_gives_its_slot_back_while_others_run(path, gpu):
+    """With the steps under way, though nobody waits for it."""
+    scheduler = Scheduler(load(path, gpu, parallel=8, positions=4096).engine)
+    requests = [Request([1, 5 + i], GREEDY, 100) for i in range(8)]
+    for request in requests:
+        scheduler.submit(request)
+    while not scheduler.flight:
+        scheduler.step()
+    scheduler.cancel(requests[2])
+    scheduler.step()
+    assert scheduler.slots == [requests[2].sequence.slot] and not requests[2].sequence.pages
+    for request in requests:
+        finish(scheduler, request)
+    assert [len(request.new) for request in requests if request is not requests[2]] == [100] * 7
+    check_empty(scheduler)
+
+
 def test_what_cannot_fit_is_refused_at_once(path, gpu):
     scheduler = Scheduler(load(path, gpu).engine)
     with pytest.raises(DoesNotFit, match="300 prompt tokens"):
@@ -455,7 +472,8 @@ def test_a_prompt_cache_file_in_a_full_cache(path, gpu, tmp_path):
 
 
 def test_rows_of_ended_requests_stay_in_pages_of_their_own(path, gpu, monkeypatch):
-    """Of a wide flight some end, or go away; nobody else's text changes, and a new one waits until the flight lands."""
+    """Of a wide flight some end; nobody else's text changes, and a new one waits until the flight lands: when one of
+    those who are left goes away."""
     monkeypatch.setattr(scheduling, "JOIN_S", 1e9)
     monkeypatch.setattr(Flight, "narrow", False)
     scheduler = Scheduler(load(path, gpu, parallel=10, positions=4096).engine)
@@ -468,12 +486,14 @@ def test_rows_of_ended_requests_stay_in_pages_of_their_own(path, gpu, monkeypatc
         scheduler.step()
     late, flight = Request([1, 77], GREEDY, 5), scheduler.flight
     scheduler.submit(late)
-    while len(requests[1].new) < 30:
-        scheduler.step()
-    scheduler.cancel(requests[5])
     while len(requests[1].new) < 50:
         scheduler.step()
-    assert scheduler.flight is flight and len(flight.ended) == 5 and late.state is State.WAITING
+    assert scheduler.flight is flight and len(flight.ended) == 4 and late.state is State.WAITING
+    scheduler.cancel(requests[5])
+    scheduler.step()
+    assert scheduler.flight is not flight and not flight.ended
+    scheduler.step()
+    assert late.state is not State.WAITING
     assert finish(scheduler, requests[3]) == texts[3] and finish(scheduler, late)
     assert [r.new for r in requests[:5]] == texts[:5] and requests[7].new == texts[7]
     check_empty(scheduler)

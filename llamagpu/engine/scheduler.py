@@ -138,7 +138,7 @@ class Flight:
     first: bool = True  # the host has written the tokens of the first step
     most: int = 1  # steps of the next submission; twice as many each time, so that the device begins at once
     ended: list[Request] = field(default_factory=list)  # whose rows go on for nobody, in pages of their own
-    failed: bool = False  # one of them with an error
+    lands: bool = False  # one of them failed, or its client has left: its slot and pages are given back soon
 
     @property
     def narrow(self) -> bool:
@@ -259,7 +259,7 @@ class Scheduler:
         steady = all(r.state is State.DECODE and not r.steps_alone for r in self.running)
         if self.flight is None or not steady:
             return steady
-        return not self.flight.failed and not self.flight.narrow and set(self.running).issubset(self.flight.requests)
+        return not self.flight.lands and not self.flight.narrow and set(self.running).issubset(self.flight.requests)
 
     def _drop_cancelled(self) -> None:
         for request in [*self.running, *self.waiting]:
@@ -272,7 +272,7 @@ class Scheduler:
             self.running.remove(request)
             if self.flight and request in self.flight.requests:
                 self.flight.ended.append(request)  # steps ahead still write to its pages
-                self.flight.failed |= error is not None
+                self.flight.lands |= error is not None or request.cancelled
             else:
                 self._leave(request)
         elif request in self.waiting:
