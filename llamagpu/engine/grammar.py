@@ -26,7 +26,7 @@ JSON_OPTIONS = {
     "json_allowed_escapes": 'bfnrt"\\',
 }
 REMEDY = "correct or simplify it"
-LARK_RULE = re.compile(r"^\s*(%llguidance\b|start\b[^:\n]*:(?!:))", re.M)
+LARK_RULE = re.compile(r"^\s*(%llguidance\b|start\b[^:\n]*:(?!:))", re.M)  # GBNF has neither
 T = TypeVar("T")
 UNMATCHED = "NoExtensionBias"  # what llguidance says when no text can match
 

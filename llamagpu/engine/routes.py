@@ -648,7 +648,7 @@ def _gemm_int8_route(rows: int, splits: int, to_blocks: bool) -> Route[Linear]:
 
 def _matrix_route(tile: tuple[int, int, int, int], splits: int) -> Route[Linear]:
     rows, columns, *_ = tile
-    needs = f"f16 x, k % 64 = 0, group % 32 = 0 or 16, m >= {MATRIX_ROWS} (a small matrix: > 64), matrix units, "
+    needs = f"f16 x, k % 64 = 0, group % 32 = 0 or 16, m >= {MATRIX_ROWS} (a small matrix: more), matrix units, "
     needs += f"tiles of {rows} x {columns}"
     needs += f", k split {splits} times" if splits > 1 else ""
     consts = matrix_consts(tile) | {"EPILOGUE_LANES": 32, "TOKENS": 16} | ({"GRID_SPLIT": splits} if splits > 1 else {})
@@ -1149,6 +1149,7 @@ def int8_position_bytes(head_dim: int) -> int:
 # attend_split by the positions that it looks back over: (from, splits at most, subgroups per head at most). Whole
 # tokens of four models were timed with 20 settings each at 16 to 2048 positions on an H200 (2026-11-15).
 CONTEXT_BUCKETS = ((1, 4, 2), (65, 4, 4), (193, 8, 4), (513, 16, 8), (1537, 32, 8), (8192, 64, 8))
+ENOUGH_WORKGROUPS = 128  # to keep the cores of an H200 busy
 MAX_SPLITS = 64
 MAX_SPLIT_ROWS = 512  # rows x splits of attend_int8, for which there is memory
 
@@ -1159,11 +1160,11 @@ def context_bucket(positions: int) -> int:
 
 
 def split_count(bucket: int, kv_heads: int, m: int = 1) -> int:
-    """The splits of the context in attend_split: at most as many as give 128 workgroups, 256 for the longest context;
-    for m tokens proportionally fewer, and none where the tokens alone give 128."""
+    """The splits of the context in attend_split: at most as many as give enough workgroups, twice as many for the
+    longest context; for m tokens proportionally fewer, and none where the tokens alone give enough."""
     most = next(splits for first, splits, _ in CONTEXT_BUCKETS if first == bucket)
-    enough = max(2, 1 << max(0, (128 // kv_heads - 1).bit_length())) * (2 if bucket >= 8192 else 1)
-    return max(1, min(most, enough) // m) if m * kv_heads < 128 else 1
+    enough = max(2, 1 << max(0, (ENOUGH_WORKGROUPS // kv_heads - 1).bit_length())) * (2 if bucket >= 8192 else 1)
+    return max(1, min(most, enough) // m) if m * kv_heads < ENOUGH_WORKGROUPS else 1
 
 
 def int8_split_count(s: Attention, caps: Caps) -> int:
@@ -1220,7 +1221,7 @@ def subgroups_per_head(s: Attention, caps: Caps) -> int:
     one of 8B; 64 of 1B would take 50.8 instead of 39.8.
     """
     wanted = next(subgroups for first, _, subgroups in CONTEXT_BUCKETS if first == s.bucket)
-    if 1 < s.m <= 128 // s.kv_heads and s.bucket > 1:
+    if 1 < s.m <= ENOUGH_WORKGROUPS // s.kv_heads and s.bucket > 1:
         wanted = CONTEXT_BUCKETS[-1][2]
     in_memory = caps.shared_bytes // (s.heads_per_kv * (s.head_dim + 2) * 2)
     most = max(1, min(wanted, caps.invocations // (caps.subgroup * s.heads_per_kv), in_memory))

@@ -26,9 +26,9 @@ from llamagpu.gpu.caps import Library
 from llamagpu.gpu.shaders import kernel_files
 from llamagpu.gpu.webgpu import Adapter, GPUError
 
-# On an H200 one sequence of Llama 1B in Q4_0 gets 2364 tokens a second of Dawn and 2298 of wgpu, but in Q4_K_M, which
-# needs more bindings than Dawn has, 1438 and 2103, and of Gemma 3 4B 321 and 749. 16 sequences of 1B with their prompts
-# get 29.5 k and 21.7 k (new tokens alone 12.6 k and 12.9 k), of 8B 7.0 k and 4.2 k (3.3 k and 3.1 k).
+# On an H200 one sequence of Llama 1B in Q4_0 gets 2341 tokens a second of Dawn and 2293 of wgpu, but in Q4_K_M, which
+# needs more bindings than Dawn has, 1430 and 2100, and of Gemma 3 4B 321 and 749. 16 sequences of 1B with their prompts
+# get 28.9 k and 21.9 k (new tokens alone 12.5 k and 12.9 k), of 8B 6.9 k and 4.2 k (3.3 k and 3.1 k).
 MANY_SEQUENCES = 16
 TRIAL_S = 120.0  # a first compilation on a software adapter takes seconds
 DAY_S = 86400

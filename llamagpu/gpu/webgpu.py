@@ -81,8 +81,8 @@ def bare(handle: Any) -> c_void_p:
 class LaunchFunctions:
     """The C functions of an implementation that record a dispatch, called with Python's lock held.
 
-    cffi gives the lock up for every call. While `serve` wrote to 64 clients, its event loop then took the lock for half
-    a millisecond again and again: recording a step of 115 dispatches took 6 ms instead of 0.1 (H200, Dawn).
+    cffi gives the lock up for every call, and another thread may keep it for half a millisecond each time: while
+    `serve` wrote to 64 clients, the slowest tenth of its steps took 12 ms to submit, and 1.3 since (H200, wgpu).
     """
 
     def __init__(self, set_pipeline: Any, set_bind_group: Any, dispatch: Any) -> None:

@@ -246,7 +246,7 @@ class EngineThread:
             llama.scheduler.max_waiting = llama.loaded.settings.slots + self.queue  # what `admitted` lets in
             llama.scheduler.while_computing = self._hand_over_in_time
             gc.collect()
-            gc.freeze()  # to look through what the model and its tokenizer are kept all streams waiting for 50 ms
+            gc.freeze()  # a collection of all that is loaded can keep every stream waiting for 50 ms
             self.llama = llama
             try:
                 self.on_ready()
