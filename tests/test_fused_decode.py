@@ -30,7 +30,7 @@ from llamagpu.errors import BadArgument, BadFile
 from llamagpu.files.storage import Storage
 from llamagpu.gpu import device
 from llamagpu.gpu import fuse as fuse_module
-from llamagpu.gpu.buffers import BufferRange
+from llamagpu.gpu.buffers import BufferRange, as_buffer
 from llamagpu.gpu.caps import barrier_is_measured, grid_barrier_allowed
 from llamagpu.gpu.device import Dispatch
 from llamagpu.gpu.fuse import BOUND, Stage, fuse, identity, storage_bindings
@@ -724,24 +724,33 @@ def test_with_tint(fused_gpu, tmp_path, kv_type, name, monkeypatch):
     path = tiny_llama(tmp_path / "m.gguf", **MODELS[name])
     run = load_one(fused_gpu, path, precision=Precision.FAST, kv_type=kv_type)
     assert run.model.fused and list(fused_of(run).compiled) == [1]
-    assert bindings_of(fused_of(run).dispatches()) <= 16
+    assert bindings_of(fused_of(run).dispatches()) <= 16 and fused_kernels(run) == 1
     check_against_reference(run, path)
 
 
 def drop_stores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """With Tint what is stored between stages, but for the queries, is missing: only the copies are stored.
+    """With Tint what is stored between stages, but for queries and x, is missing: only the copies are stored.
 
-    Returns the names of these bindings, once they are bound.
+    The next kernel reads x of the last layer. Returns the names of these bindings, once they are bound.
     """
-    dropped, accessors = [], fuse_module.accessors
+    dropped, accessors, stages = [], fuse_module.accessors, FusedDecode.stages
+    kept = {0}  # first words of the queries and of x in their common binding
+
+    def find_x(self: FusedDecode, members: list[int], rows: int = 1) -> list[Stage]:
+        found = stages(self, members, rows)
+        bound = (as_buffer(binding) for stage in found for binding in stage.bindings.values())
+        offsets = [each.offset for each in bound if isinstance(each, BufferRange) and each.buffer is self.x.buffer]
+        kept.add((max(offsets) - min(offsets)) // 4)
+        return found
 
     def late(name: str, target: str, element: Any, first_word: int, repairs: bool) -> str:
         text = accessors(name, target, element, first_word, repairs)
-        if not (first_word or name == "stream") or "atomicStore" not in text:
+        if (first_word in kept and name != "stream") or "atomicStore" not in text:
             return text
         dropped.append(name)
         return re.sub(r"(fn store_to_\w+\(.*?\) \{) .*? atomicStore", r"\1 atomicStore", text)
 
+    monkeypatch.setattr(FusedDecode, "stages", find_x)
     monkeypatch.setattr(fuse_module, "accessors", late)
     return dropped
 
@@ -801,10 +810,9 @@ def test_layers_share_no_cache_line(fused_gpu, tmp_path):
     between, model = fused_of(run).between, run.model
     assert isinstance(model, BufferModel)
     poison = np.uint32(0x7FC0BEEF)  # not a number
-    for buffer in (between.q.buffer, model.x):
-        fused_gpu.write(buffer, np.full(buffer.size // 4, poison))
+    fused_gpu.write(between.q.buffer, np.full(between.q.buffer.size // 4, poison))
     assert np.array_equal(run.logits_after([3]), want)
-    words = fused_gpu.read(between.q.buffer, np.uint32, between.q.buffer.size // 4)
+    words = fused_gpu.read(between.q.buffer, np.uint32, fused_of(run).x.offset // 4)
     rows = dict(q=2 * 64, mid=128, act=192, partial=2 * 128 * 64, stats=2 * 2 * 128)  # 128 splits, one of them used
     end = 0
     for name, width in rows.items():
@@ -835,9 +843,8 @@ def test_what_one_stage_writes_no_stage_binds_read_only(fused_gpu, tmp_path):
     for name, binding in layers.bindings.items():
         modes.setdefault(getattr(binding, "buffer", binding), set()).add(declared[name])
     assert all(len(found) == 1 or found <= {"storage, read", "uniform"} for found in modes.values())
-    cache, model = run.engine.cache.layers[0], run.model
-    assert isinstance(model, BufferModel)
-    shared = (fused_of(run).between.q.buffer, model.x, cache.keys.buffer, cache.values.buffer)
+    cache = run.engine.cache.layers[0]
+    shared = (fused_of(run).x.buffer, cache.keys.buffer, cache.values.buffer)
     assert all(modes[buffer] == {"storage, read_write"} for buffer in shared)
 
 

@@ -209,13 +209,14 @@ class FusedDecode:
         config: ModelConfig,
         weights: Weights,
         cache: BufferKvCache,
-        x: Buffer,
+        x_bytes: int,
         barrier: BufferRange,
         int8: bool,
         widths: tuple[int, ...],
     ) -> None:
+        """Allocates x too, behind the inter-stage buffers: where bindings are few, they share one."""
         self.ops, self.config, self.weights, self.cache = ops, config, weights, cache
-        self.gpu, self.x, self.barrier, self.int8 = ops.gpu, x, barrier, int8
+        self.gpu, self.barrier, self.int8 = ops.gpu, barrier, int8
         self.inputs = Inputs.INT8 if int8 else Inputs.F32
         self.compiled = dict.fromkeys(widths, False)  # widths whose kernels the driver has taken
         self.compiled[1] = True
@@ -226,15 +227,22 @@ class FusedDecode:
         words = (max(each) for each in zip(*(inter_stage_widths(config, rows) for rows in widths), strict=True))
         most = max(map(len, self.runs(same_storage=False)))  # layers of a kernel
         sizes = [most * layer_stride(width) for width in words]
-        self.between = InterStage(*padded_ranges(self.gpu, sizes, "inter-stage"))
+        *between, self.x = padded_ranges(self.gpu, [*sizes, x_bytes], "x")
+        self.between = InterStage(*between)
         self.copies: Buffer | None = None
         if self.gpu.caps.tint:
             stream = (config.layers + 1) * layer_stride(config.dim)
-            self.copies = self.gpu.zeros(self.between.q.buffer.size + stream, "copies")
+            self.copies = self.gpu.zeros(self.x.offset + stream, "copies")
 
     def buffers(self) -> list[Bindable]:
+        """Those that nobody else uses."""
         copies = [] if self.copies is None else [self.copies]
-        return [self.between.q.buffer, *copies, *self.layer_tables.values()]
+        return [*copies, *self.layer_tables.values()]
+
+    def stream(self, first: int, count: int, rows: int) -> BufferRange:
+        """The residual stream before `count` layers, from layer `first` on."""
+        stride = layer_stride(rows * self.config.dim)
+        return BufferRange(self.x.buffer, self.x.offset + first * stride, count * stride)
 
     def takes(self, rows: int) -> bool:
         """Whether steps of up to `rows` rows are fused. A kernel that the driver refuses is not asked for again."""
@@ -247,8 +255,7 @@ class FusedDecode:
 
     def after_layers(self, rows: int) -> BufferRange:
         """The residual stream after the last layer."""
-        words = rows * self.config.dim
-        return BufferRange(self.x, self.config.layers * layer_stride(words), 4 * words)
+        return replace(self.stream(self.config.layers, 1, rows), size=4 * rows * self.config.dim)
 
     def dispatches(self, rows: int = 1) -> list[Dispatch]:
         """One kernel, or as few as bindings allow. Layers of different storage share one if it can bind them all."""
@@ -264,10 +271,11 @@ class FusedDecode:
         """
         if self.copies is None:
             return []
-        row, y, z = layer_stride(rows * self.config.dim), self.between.q.buffer, self.copies
-        sizes: Consts = {"X_VEC4S": (self.config.layers + 1) * row // 16 if with_x else 0, "FIRST": row // 16}
+        x, z = self.stream(0, self.config.layers + 1, rows), self.copies
+        y = BufferRange(self.x.buffer, 0, self.x.offset)
+        sizes: Consts = {"X_VEC4S": x.size // 16 if with_x else 0, "FIRST": self.stream(0, 1, rows).size // 16}
         sizes |= {"Y_VEC4S": y.size // 16, "Z_VEC4S": z.size // 16}
-        fill = self.gpu.dispatch("fill", (), sizes, {"x": self.x, "y": y, "z": z}, (FILL_WORKGROUPS, 1, 1))
+        fill = self.gpu.dispatch("fill", (), sizes, {"x": x, "y": y, "z": z}, (FILL_WORKGROUPS, 1, 1))
         return [replace(fill, op="layers")]
 
     def can_bind(self, dispatches: Sequence[Dispatch]) -> bool:
@@ -311,8 +319,7 @@ class FusedDecode:
         kinds, kv_type = {c.kinds[i] for i in members}, self.cache.kv_type
         kind = kinds.pop() if len(kinds) == 1 else None  # else the layer table has what differs
         keys, values = layer_range(cache.keys, count), layer_range(cache.values, count)
-        stride = layer_stride(rows * c.dim)
-        x = BufferRange(self.x, members[0] * stride, (count + 1) * stride)
+        x = self.stream(members[0], count + 1, rows)
         splits: Consts = {"MAX_SPLITS": routes.fused_max_splits(c.kv_heads, rows), "TOKENS": rows}
         splits |= {"BY_LAYER": True} if kind is None else {"WINDOW": kind.window}
         own: Consts = {

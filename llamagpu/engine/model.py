@@ -236,14 +236,19 @@ class BufferModel(Model):
         self.half_attention = self.int8_prefill and cache.kv_type is KvType.F16
         int8 = self.int8_decode and self.int8_prefill
         widths = fused_widths(config, weights, int8, cache.kv_type, gpu.caps) if cache.fused else ()
-        self._allocate(max(widths, default=0))
+        # [m, dim] residual stream; fused decode: [layers + 1, m, dim] with cache-line padding
+        x_bytes = max(
+            4 * self.chunk * config.dim, (config.layers + 1) * layer_stride(max(widths, default=0) * config.dim)
+        )
         self.fused_decode: FusedDecode | None = None
         if cache.fused:
             barrier, int8 = self.sampler.barrier, self.int8_decode
-            self.fused_decode = FusedDecode(self.ops, config, weights, cache, self.x, barrier, int8, widths)
+            self.fused_decode = FusedDecode(self.ops, config, weights, cache, x_bytes, barrier, int8, widths)
+        self.x: AnyBuffer = self.fused_decode.x if self.fused_decode else gpu.zeros(x_bytes, "x")
+        self._allocate()
 
-    def _allocate(self, fused_rows: int) -> None:
-        """The buffers between the kernels of a step; `fused_rows`: the most rows of a fused step."""
+    def _allocate(self) -> None:
+        """The other buffers between the kernels of a step."""
         gpu, c, rows = self.gpu, self.config, self.chunk
         # with int8 blocks the f32 values are needed only where the attention kernel cannot write blocks
         f32_rows = rows if not (self.int8_decode and self.int8_prefill) else 1
@@ -253,8 +258,6 @@ class BufferModel(Model):
         if c.experts:  # the router reads f32, and many rows write f32 between the matrices of an expert
             attended = f32_rows = rows
         widest = max(c.dim, c.q_width)
-        # [m, dim] residual stream; fused decode: [layers + 1, m, dim] with cache-line padding
-        self.x = gpu.zeros(max(rows * c.dim * 4, (c.layers + 1) * layer_stride(fused_rows * c.dim)), "x")
         self.h = gpu.zeros(attended * widest * 4, "h")  # [m, dim] normalised; [m, heads, head_dim] attended
         self.q = gpu.zeros(rows * c.q_width * 4, "q")  # [m, heads, head_dim] rotated queries
         # [m, keys and values, kv_heads, head_dim] on their way into a q8_0 cache
