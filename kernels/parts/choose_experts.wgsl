@@ -1,23 +1,37 @@
 // Role choice: rank_experts(index) makes chosen[rank] the experts with the largest of expert_logits, of equal ones the
 // first; weigh_experts(index) their weights: their probabilities, with WHOLE divided by the sum of those USED. Every
 // invocation must call both, and may store logits just before.
-// The rank of an expert is the number of larger logits: counting takes no barriers, and EXPERTS reads of workgroup
-// memory.
+// The rank of an expert is the number of larger logits. SHARES invocations count them, each among a part of the experts; no
+// branches, as && and || have: with them, and one invocation for an expert, a token of Qwen 3 30B-A3B took 1690 us, not 1470.
 // Needs USED <= WORKGROUP.
 const EXPERTS: u32 = 8u;
 const USED: u32 = 2u;
 const WHOLE: bool = true;
 const WORKGROUP: u32 = 128u;
+const SHARES: u32 = max(WORKGROUP / EXPERTS, 1u);
+const SHARE: u32 = (EXPERTS + SHARES - 1u) / SHARES;
 var<workgroup> expert_logits: array<f32, EXPERTS>;
+var<workgroup> expert_ranks: array<atomic<u32>, EXPERTS>;
 var<workgroup> chosen: array<u32, USED>;
 var<workgroup> expert_weights: array<f32, USED>;
 fn rank_experts(index: u32) {
   if (index < USED) { chosen[index] = 0u; }  // where logits are no numbers, not every rank is given
+  for (var i = index; i < EXPERTS; i += WORKGROUP) { atomicStore(&expert_ranks[i], 0u); }
+  workgroupBarrier();
+  for (var t = index; t < EXPERTS * SHARES; t += WORKGROUP) {
+    let i = t % EXPERTS;
+    let own = expert_logits[i];
+    let first = t / EXPERTS * SHARE;
+    var larger = 0u;
+    for (var j = first; j < min(first + SHARE, EXPERTS); j++) {
+      let other = expert_logits[j];
+      larger += u32((other > own) | ((other == own) & (j < i)));
+    }
+    atomicAdd(&expert_ranks[i], larger);
+  }
   workgroupBarrier();
   for (var i = index; i < EXPERTS; i += WORKGROUP) {
-    let own = expert_logits[i];
-    var rank = 0u;
-    for (var j = 0u; j < EXPERTS; j++) { rank += u32(expert_logits[j] > own || (expert_logits[j] == own && j < i)); }
+    let rank = atomicLoad(&expert_ranks[i]);
     if (rank < USED) { chosen[rank] = i; }
   }
   workgroupBarrier();

@@ -166,12 +166,12 @@ def attention_stores(kv_type: KvType, caps: Caps) -> bool:
     return kv_type is KvType.Q8_0 or caps.tint
 
 
-def attention_rotates(c: ModelConfig, kv_type: KvType) -> bool:
+def attention_rotates(c: ModelConfig, kv_type: KvType, caps: Caps) -> bool:
     """Whether attention normalises and rotates its queries and the row's own key, which saves a grid barrier.
 
     It sees one head, and there is no part that stores the row's own in an f32 cache.
     """
-    fits = routes.attention_can_rotate(c.head_dim, c.rope_dims)
+    fits = routes.attention_can_rotate(c.head_dim, c.rope_dims, caps)
     return c.rotates_apart and c.qk_norm is not QkNorm.ROW and fits and kv_type is not KvType.F32
 
 
@@ -331,7 +331,7 @@ class FusedDecode:
         rope = self.cache.rope_tables if kind is None else self.cache.rope(kind)
         qk_norm = between.raw if first.qk_norm is None else layer_range(first.qk_norm, count)
         buffers = AttentionBuffers(between.q, keys, values, between.partial, between.stats, kv_rows=between.kv_rows)
-        rotates = attention_rotates(c, kv_type)
+        rotates = attention_rotates(c, kv_type, gpu.caps)
         if rotates:
             buffers = replace(buffers, q=between.raw, kv_rows=between.raw, rotation={"rope": rope, "norm": qk_norm})
             own |= ops.rotate_consts(c, kind)
@@ -441,7 +441,7 @@ class FusedDecode:
     ) -> list[Stage]:
         """From q, k and v to rotated queries and the KV cache, where neither the linear nor attention does it."""
         c = self.config
-        if not c.rotates_apart or attention_rotates(c, self.cache.kv_type):
+        if not c.rotates_apart or attention_rotates(c, self.cache.kv_type, self.gpu.caps):
             return []
         route = replace(routes.ROTATE, consts={"WORKGROUP": self.grid.invocations, "TOKENS": rows})
         one = self.ops.rotate(c, kind, self.between.raw, norm, buffers, stored, 1, route)

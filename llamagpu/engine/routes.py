@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache, partial
+from math import gcd
 from typing import Generic, TypeVar
 
 from llamagpu.files.storage import Layout, Storage
@@ -799,21 +800,22 @@ class GridSize:
 
 
 def grid_sizes(dim: int, caps: Caps) -> tuple[GridSize, ...]:
-    """The grid sizes to probe, in this order. On an H200 (2026-11-15) many small workgroups are better for a model with
-    little to do in a layer (SmolLM2 -8 %), few large ones for the others (1B, 8B -2 %); fewer than 128 are for smaller
-    GPUs."""
+    """The grid sizes to probe, in this order. On an H200 many small workgroups are better for a model with little to do
+    in a layer (SmolLM2 -8 %, 2026-11-15; Qwen 3 0.6B -13 %, Gemma 3 1B -4 %, 2026-11-17), few large ones for most
+    others (8B -3 %, Gemma 3 4B -8 %; 1B +2 %); fewer than 128 are for smaller GPUs."""
     if caps.cpu:
         return (GridSize(1, 256),)  # for tests: llvmpipe runs as many as it has threads, and ends long loops
-    first = (GridSize(256, 256),) if dim < 1024 else ()
+    first = (GridSize(256, 256),) if dim < 1536 else ()
     return (*first, *(GridSize(workgroups, 512) for workgroups in (128, 64, 32, 16)))
 
 
-def attention_can_rotate(head_dim: int, rope_dims: int) -> bool:
+def attention_can_rotate(head_dim: int, rope_dims: int, caps: Caps) -> bool:
     """Whether attend_split of a fused kernel may have heads_rotated: 4 dimensions rotate together.
 
-    Heads of 256 take too many registers: on an H200 Gemma 3 4B gets 342 tokens a second, 749 with a stage that rotates.
+    More than 8 dimensions a lane take too many registers: on an H200 a token of Gemma 3 4B takes 1264 us, 1364 with 16
+    dimensions a lane, and 1280 with a stage that rotates (2026-11-17).
     """
-    return head_dim <= 128 and rope_dims % 4 == 0
+    return head_dim <= max(128, 8 * caps.subgroup) and rope_dims % 4 == 0
 
 
 def fused_linear(s: Linear, grid: GridSize, caps: Caps) -> Route[Linear]:
@@ -1205,10 +1207,10 @@ def stores_own_row(s: Attention, caps: Caps) -> bool:
 def position_lanes(head_dim: int, run: int, caps: Caps) -> dict[str, int]:
     """attend_split's lanes for a position, each with runs of so many dimensions, and positions in flight.
 
-    On an H200 (2026-11-15) 16 lanes save 3 to 4 % of 3B's and 8B's token, 4 positions 4 % of 1B's at a depth of 4096
-    (and cost 1 % of it at none).
+    On an H200 (2026-11-15) 16 lanes save 3 to 4 % of 3B's and 8B's token, and 32 lanes 4 to 6 % of Gemma's, with heads
+    of 256; 4 positions 4 % of 1B's at a depth of 4096 (and cost 1 % of it at none).
     """
-    lanes = min((128 if head_dim % 128 == 0 else 64) // run, caps.subgroup)
+    lanes = min(max(gcd(head_dim, 256), 64) // run, caps.subgroup)
     return {"LANES_PER_POSITION": lanes, "POSITIONS_IN_FLIGHT": 4}
 
 
