@@ -280,9 +280,9 @@ def test_where_dawn_is_used(
     else:
         assert same_in_dawn(adapter, listed[Library.WGPU], listed.__getitem__) is other
         monkeypatch.delenv("LLAMAGPU_BACKEND", raising=False)
-        few, many = (choose_adapter(None, listed.__getitem__, sequences) for sequences in (1, choice.MANY_SEQUENCES))
-        assert few == (adapter, "auto takes Dawn from 16 sequences on")
-        assert many == (other, "Dawn is faster for 16 sequences or more")
+        chosen = {n: choose_adapter(None, listed.__getitem__, n) for n in (1, 2, 7, 8)}
+        assert chosen[1] == chosen[8] == (other, "its matrix units are faster")
+        assert chosen[2] == chosen[7] == (adapter, "auto takes it for 2 to 7 sequences")
         monkeypatch.setenv("LLAMAGPU_BACKEND", "dawn")
         with pytest.raises(NoAdapter, match="Dawn finds no adapter with all that it needs"):
             choose_adapter(None, (listed | {Library.DAWN: []}).__getitem__)

@@ -900,7 +900,7 @@ def fused_max_splits(kv_heads: int, rows: int = 1) -> int:
     return max(1, 128 // (kv_heads * rows))
 
 
-MIN_FUSED_BINDINGS = 13  # storage buffers of a fused kernel, if ranges of a buffer share a binding; with Dawn 14
+MIN_FUSED_BINDINGS = 12  # storage buffers of a fused kernel, if ranges of a buffer share a binding; with Dawn 13
 
 
 def can_fuse(dim: int, hidden: int, attention: Attention, int8: bool, caps: Caps, expert_bytes: int = 0) -> bool:
