@@ -18,6 +18,7 @@ from test_fused_decode import drop_stores, fused_of, late_reads
 
 from llamagpu.convert.convert import convert, open_source, plan
 from llamagpu.engine import fused_decode, routes
+from llamagpu.engine.fused_check import MAX_NMSE, largest_nmse
 from llamagpu.engine.model import BufferModel
 from llamagpu.engine.options import Backend, KvType, Precision
 from llamagpu.engine.step_inputs import Segment
@@ -576,6 +577,16 @@ def test_fused_decode_with_a_q8_0_cache(fused_gpu: Any, expected: Any) -> None:
     run = load_one(fused_gpu, path, kv_type=KvType.Q8_0)
     assert fused_kernels(run) == 1 and len(fused_of(run).stages([0, 1])) == 5
     check(run, want, LARGEST_NMSE[Precision.FAST])
+
+
+@WGPU
+def test_heads_of_256_rotate_in_attention(fused_gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane holds more than one run of a head where a subgroup is small; the routes leave these to `rotate`."""
+    monkeypatch.setattr(routes, "attention_can_rotate", lambda *_: True)
+    path = replace(MODELS["qwen3"], head_dim=256).write(tmp_path / "m.gguf", "Q8_0")
+    run = load_one(fused_gpu, path, precision=Precision.FAST, kv_type=KvType.F16)
+    assert isinstance(run.model, BufferModel) and len(fused_of(run).stages([0, 1])) == 5
+    assert largest_nmse(run.engine, run.model) <= MAX_NMSE[Precision.FAST]
 
 
 @WGPU

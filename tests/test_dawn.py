@@ -38,6 +38,7 @@ from llamagpu.gpu.device import Gpu, map_device_lost
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 from llamagpu.gpu.timing import Stopwatch
 from llamagpu.gpu.webgpu import GPUError, GPUValidationError
+from llamagpu.llama import PARALLEL
 from llamagpu.verify import dawn_trial
 from llamagpu.verify.others import other_cases
 from llamagpu.verify.reference import Weight, errors
@@ -280,9 +281,9 @@ def test_where_dawn_is_used(
     else:
         assert same_in_dawn(adapter, listed[Library.WGPU], listed.__getitem__) is other
         monkeypatch.delenv("LLAMAGPU_BACKEND", raising=False)
-        chosen = {n: choose_adapter(None, listed.__getitem__, n) for n in (1, 2, 7, 8)}
-        assert chosen[1] == chosen[8] == (other, "its matrix units are faster")
-        assert chosen[2] == chosen[7] == (adapter, "auto takes it for 2 to 7 sequences")
+        chosen = {n: choose_adapter(None, listed.__getitem__, n) for n in (1, 2, 3, PARALLEL)}
+        assert chosen[1] == chosen[PARALLEL] == (other, "Dawn's matrix units are faster")
+        assert chosen[2] == chosen[3] == (adapter, "auto takes wgpu for 2 and 3 sequences")
         monkeypatch.setenv("LLAMAGPU_BACKEND", "dawn")
         with pytest.raises(NoAdapter, match="Dawn finds no adapter with all that it needs"):
             choose_adapter(None, (listed | {Library.DAWN: []}).__getitem__)

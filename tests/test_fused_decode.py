@@ -425,7 +425,7 @@ def test_a_grid_size_that_works_is_found(fused_gpu, tmp_path, monkeypatch):
     path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
     want = load_one(fused_gpu, path).logits_after([1])
     sizes = (too_many(fused_gpu), GridSize(1, 256))
-    monkeypatch.setattr(routes, "grid_sizes", lambda dim, caps: sizes)
+    monkeypatch.setattr(routes, "grid_sizes", lambda dim, heads, caps: sizes)
     run = load_one(fused_gpu, path)
     assert fused_of(run).grid.workgroups == 1
     got = run.logits_after([1])
@@ -460,12 +460,12 @@ def test_a_driver_is_asked_once_for_each_kernel(fused_gpu, tmp_path, monkeypatch
     run = load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE))
     monkeypatch.setattr(fused_gpu, "pipeline", pipeline)
     assert not fused_of(run).probe(run.engine.recorder)
-    assert len(refused) == len(set(refused)) == len(routes.grid_sizes(SHAPE["dim"], fused_gpu.caps))
+    assert len(refused) == len(set(refused)) == len(routes.grid_sizes(SHAPE["dim"], 2, fused_gpu.caps))
 
 
 def test_unfused_where_no_grid_size_works(fused_gpu, tmp_path, monkeypatch):
     path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
-    monkeypatch.setattr(routes, "grid_sizes", lambda dim, caps: (too_many(fused_gpu),))
+    monkeypatch.setattr(routes, "grid_sizes", lambda dim, heads, caps: (too_many(fused_gpu),))
     run = load_one(fused_gpu, path)
     assert not run.model.fused
     check_against_reference(run, path)
@@ -982,9 +982,9 @@ def late_reads(stages: list[Stage]) -> int:
     return seen
 
 
-@pytest.mark.parametrize("dim", [576, 2048])
+@pytest.mark.parametrize("dim", [576, 1152, 1536, 2048])
 def test_grid_sizes_are_powers_of_two(gpu, dim):
     """Arrivals are counted without end: 2^32 must be a multiple of the workgroups."""
     for cpu in (False, True):
-        for grid in routes.grid_sizes(dim, replace(gpu.caps, cpu=cpu)):
+        for grid in routes.grid_sizes(dim, 4, replace(gpu.caps, cpu=cpu)):
             assert grid.workgroups & (grid.workgroups - 1) == 0

@@ -215,7 +215,7 @@ def test_which_experts_can_be_fused(fused_gpu, tmp_path):
 
     experts, dense = config_of(QWEN), config_of(Tiny("qwen3", ffn=3 * 96))
     assert fuses(experts) and not fuses(config_of(MODELS["gpt-oss"])) and not fuses(replace(experts, experts=7))
-    assert least_memory(experts) == least_memory(dense) + 4 * (QWEN.dim + 6 + 2 * 3)  # and the choice of 3 of 6
+    assert least_memory(experts) == least_memory(dense) + 4 * (QWEN.dim + 2 * 6 + 2 * 3)  # and the choice of 3 of 6
 
 
 def test_biases_of_experts_are_not_fused(fused_gpu, tmp_path):

@@ -271,6 +271,23 @@ def test_lanes_of_a_position_divide_head_and_subgroup(head_dim, subgroup, run):
     assert head_dim % (run * lanes) == 0 and subgroup % lanes == 0 and lanes % 4 == 0
 
 
+def test_attention_rotates_where_registers_are_left():
+    """8 dimensions a lane: heads of 256 with an f16 cache and subgroups of 32. Heads up to 128 rotate anywhere."""
+
+    def rotates(head_dim, run=8, subgroup=32):
+        return routes.attention_can_rotate(head_dim, head_dim, run, replace(GPU, subgroup=subgroup))
+
+    assert rotates(64) and rotates(128, run=16) and rotates(128, subgroup=8) and rotates(256)
+    assert not (rotates(192) or rotates(256, run=16) or rotates(256, subgroup=16) or rotates(512))
+    assert not routes.attention_can_rotate(64, 66, 8, GPU)
+
+
+def test_small_workgroups_hold_the_heads_of_a_kv_head():
+    small = routes.GridSize(256, 256)
+    assert [routes.grid_sizes(1152, heads, GPU)[0] == small for heads in (1, 8, 9)] == [True, True, False]
+    assert [routes.grid_sizes(dim, 4, GPU)[0] == small for dim in (576, 1535, 1536)] == [True, True, False]
+
+
 @pytest.mark.parametrize("kv_heads", [1, 3, 8, 32])
 def test_splits_of_a_context(kv_heads):
     """More positions are never cut into fewer splits, nor into more than the buffers hold."""

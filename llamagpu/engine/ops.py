@@ -213,6 +213,11 @@ def head_consts(shape: ModelConfig | Attention) -> Consts:
     return {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim}
 
 
+def lane_run(kv_type: KvType) -> int:
+    """Dimensions of a key or value that a lane of attend_split loads at once."""
+    return constants("kv_run_q8_0" if kv_type is KvType.Q8_0 else "kv_run_float")["RUN"]
+
+
 def attention_shape(
     config: ModelConfig,
     m: int,
@@ -724,8 +729,7 @@ class Ops:
             settings["TO_BLOCKS"] = mode.out.blocks
         if route.kernel == "attend_split":
             settings |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": routes.subgroups_per_head(shape, caps)}
-            run = constants("kv_run_q8_0" if mode.kv_type is KvType.Q8_0 else "kv_run_float")["RUN"]
-            settings |= routes.position_lanes(shape.head_dim, run, caps)
+            settings |= routes.position_lanes(shape.head_dim, lane_run(mode.kv_type), caps)
             settings |= {"PARTIAL": True} if shape.sinks else {}
             settings |= {"OWN_ROW": mode.own_row} if mode.kv_type is KvType.Q8_0 else {}
             if buffers.rotation is not None:

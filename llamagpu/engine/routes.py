@@ -799,23 +799,24 @@ class GridSize:
     invocations: int  # of each workgroup
 
 
-def grid_sizes(dim: int, caps: Caps) -> tuple[GridSize, ...]:
+def grid_sizes(dim: int, heads_per_kv: int, caps: Caps) -> tuple[GridSize, ...]:
     """The grid sizes to probe, in this order. On an H200 many small workgroups are better for a model with little to do
     in a layer (SmolLM2 -8 %, 2026-11-15; Qwen 3 0.6B -13 %, Gemma 3 1B -4 %, 2026-11-17), few large ones for most
     others (8B -3 %, Gemma 3 4B -8 %; 1B +2 %); fewer than 128 are for smaller GPUs."""
     if caps.cpu:
         return (GridSize(1, 256),)  # for tests: llvmpipe runs as many as it has threads, and ends long loops
-    first = (GridSize(256, 256),) if dim < 1536 else ()
+    first = (GridSize(256, 256),) if dim < 1536 and heads_per_kv * caps.subgroup <= 256 else ()
     return (*first, *(GridSize(workgroups, 512) for workgroups in (128, 64, 32, 16)))
 
 
-def attention_can_rotate(head_dim: int, rope_dims: int, caps: Caps) -> bool:
+def attention_can_rotate(head_dim: int, rope_dims: int, run: int, caps: Caps) -> bool:
     """Whether attend_split of a fused kernel may have heads_rotated: 4 dimensions rotate together.
 
-    More than 8 dimensions a lane take too many registers: on an H200 a token of Gemma 3 4B takes 1264 us, 1364 with 16
-    dimensions a lane, and 1280 with a stage that rotates (2026-11-17).
+    More than 8 dimensions a lane of a large head take too many registers: on an H200 a token of Gemma 3 4B takes 1264
+    us, 1364 with 16 dimensions a lane, and 1280 with a stage that rotates (2026-11-17).
     """
-    return head_dim <= max(128, 8 * caps.subgroup) and rope_dims % 4 == 0
+    lanes = position_lanes(head_dim, run, caps)["LANES_PER_POSITION"]
+    return (head_dim <= 128 or head_dim // lanes <= 8) and rope_dims % 4 == 0
 
 
 def fused_linear(s: Linear, grid: GridSize, caps: Caps) -> Route[Linear]:
@@ -886,7 +887,8 @@ def fused_widths(dim: int, attention: Attention, int8: bool, half_sums: bool, ca
         return covered in (16, 32, 64) and pairs * rows <= subgroup and memory <= spare
 
     widths = (rows for rows in FUSED_BATCH if rows * dim <= MAX_FUSED_VALUES)
-    return tuple(rows for rows in widths if all(fits(rows, grid) for grid in grid_sizes(dim, caps)))
+    sizes = grid_sizes(dim, attention.heads_per_kv, caps)
+    return tuple(rows for rows in widths if all(fits(rows, grid) for grid in sizes))
 
 
 def fused_subgroups_per_head(heads_per_kv: int, grid: GridSize, caps: Caps, rows: int = 1) -> int:
@@ -922,7 +924,7 @@ def can_fuse(dim: int, hidden: int, attention: Attention, int8: bool, caps: Caps
     return all(
         attention.heads_per_kv * caps.subgroup <= grid.invocations <= caps.invocations
         and fits_shared_memory(widest, attention, int8, grid, caps, expert_bytes)
-        for grid in grid_sizes(dim, caps)
+        for grid in grid_sizes(dim, attention.heads_per_kv, caps)
     )
 
 

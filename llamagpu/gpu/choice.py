@@ -30,7 +30,7 @@ from llamagpu.gpu.webgpu import Adapter, GPUError
 # Q4_0 at 94 to 102 % of wgpu's speed, in Q4_K_M at 95 to 98 %. Kernels take as long to compile. Steps of few rows are
 # fused with wgpu only: 2 sequences of 1B with their prompts get 9.3 k tokens a second of wgpu and 6.3 k of Dawn, 4 get
 # 12.9 k and 12.2 k, 8 get 17.1 k and 20.4 k (of 8B 2.1 k and 2.1 k, 2.9 k and 3.7 k, 3.9 k and 5.5 k).
-FEW_SEQUENCES = range(2, 8)
+FEW_SEQUENCES = range(2, 4)  # `generate`, `chat` and `serve` hold 4, if nothing else is said, and mostly run one
 TRIAL_S = 120.0  # a first compilation on a software adapter takes seconds
 DAY_S = 86400
 LIBRARY = "library"  # the key of the trial of all that comes before an adapter
@@ -71,7 +71,7 @@ def choose_adapter(wanted: str | None, listed: Listing = list_adapters, sequence
             raise NoAdapter(why_for_few())
         other = same_in_dawn(adapter, found, listed)
         log.info("Dawn is used: it has matrix units on %s", other.info["device"])
-        return other, "its matrix units are faster"
+        return other, "Dawn's matrix units are faster"
     except (NoAdapter, GPUError, OSError) as error:
         why = error.cause if isinstance(error, NoAdapter) else str(error)
         log.info("wgpu is used: %s", why)
@@ -83,7 +83,7 @@ def why_for_few() -> str:
     from llamagpu.gpu.dawn import library_path
 
     library_path()
-    return f"auto takes it for {FEW_SEQUENCES[0]} to {FEW_SEQUENCES[-1]} sequences"
+    return f"auto takes wgpu for {FEW_SEQUENCES[0]} and {FEW_SEQUENCES[-1]} sequences"
 
 
 def wanted_library() -> Library:
