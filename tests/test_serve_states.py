@@ -12,10 +12,11 @@ import httpx
 import pytest
 from gguf_builder import tiny_llama
 
-from llamagpu.errors import LlamaGpuError
+from llamagpu.errors import LlamaGpuError, NumericCheckFailed
 from llamagpu.llama import Generation, Llama
+from llamagpu.results import Timings, Token, Usage
 from llamagpu.serve.app import make_app
-from llamagpu.serve.engine_thread import EngineThread, Jobs
+from llamagpu.serve.engine_thread import EngineThread, Jobs, Update, arrive
 from llamagpu.serve.errors import ApiError, field_of
 from llamagpu.serve.metrics import Histogram, Metrics
 from llamagpu.serve.options import ServeOptions
@@ -168,6 +169,25 @@ def test_silence_and_the_end_of_time() -> None:
             async for update in jobs.updates(silence_s=0.02):
                 found.append(update)
         assert caught.value.status == 504 and found and not any(found)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_what_came_before_an_error_is_given_out() -> None:
+    """Also if both arrive together, as on a busy machine."""
+
+    class Run:
+        prompt_ids = (1,)
+
+    async def main() -> None:
+        jobs, found = Jobs([cast(Generation, Run())] * 2, timeout_s=60), []
+        usage, timings = Usage(1, 1, 0), Timings()
+        arrive([Update(jobs[0], [Token(7, "a")], usage, timings), Update(jobs[1], [Token(8, "b")], usage, timings)])
+        arrive([Update(jobs[0], [], usage, timings, error=NumericCheckFailed("no token can be sampled"))])
+        with pytest.raises(NumericCheckFailed):
+            async for update in jobs.updates():
+                found += [(i, [token.text for token in tokens], jobs[i].ended) for i, tokens in update]
+        assert found == [(0, ["a"], False), (1, ["b"], False)]
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

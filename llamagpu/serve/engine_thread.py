@@ -47,7 +47,8 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        return bool(self.finish_reason) or self.error is not None
+        """Whether all has arrived, without an error."""
+        return bool(self.finish_reason)
 
 
 class Update(NamedTuple):
@@ -102,17 +103,19 @@ class Jobs(list[Job]):
                 self.timer.cancel()
 
     def _arrived(self, open_jobs: set[int]) -> list[tuple[int, list[Token]]]:
-        """What has come for each; those that have ended are open no more."""
+        """What has come for each; those that have ended are open no more. An error is raised after what came before."""
         found = []
         for i in sorted(open_jobs):
             job = self[i]
-            if job.error:
-                raise job.error
             if job.tokens or job.ended:
                 found.append((i, list(job.tokens)))
                 job.tokens.clear()
             if job.ended:
                 open_jobs.discard(i)
+        if error := next((self[i].error for i in open_jobs if self[i].error), None):
+            if not found:
+                raise error
+            self.ready.set()  # for the next turn
         return found
 
     def _wake_at(self, when: float) -> None:
@@ -202,7 +205,7 @@ class EngineThread:
         try:
             yield jobs
         finally:
-            if not all(job.ended for job in jobs):
+            if not all(job.ended or job.error for job in jobs):
                 with suppress(ApiError):  # the engine has ended, and the jobs with it
                     self._post(lambda: self._cancel(jobs))
 
