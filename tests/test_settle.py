@@ -5,7 +5,7 @@ from itertools import chain, cycle, repeat
 
 import pytest
 
-from llamagpu.bench.settle import BLOCK_RUNS, LIMIT_S, Settling, drifts
+from llamagpu.gpu.settle import BLOCK_RUNS, LIMIT_S, Settling, drifts
 
 NOISE = (1.0, 1.06, 0.97, 1.02, 0.95, 1.04, 0.99)
 

@@ -22,7 +22,6 @@ import numpy as np
 from llamagpu import __version__
 from llamagpu.bench.cases import BenchCase, positions
 from llamagpu.bench.report import Row
-from llamagpu.bench.settle import FRESH_COMPILE_S, FRESH_S, Settling
 from llamagpu.engine import routes
 from llamagpu.engine.engine import Engine
 from llamagpu.engine.load import (
@@ -42,6 +41,7 @@ from llamagpu.engine.synthetic import SyntheticFile
 from llamagpu.engine.weights import Weights
 from llamagpu.files.gguf_file import BLOCKS
 from llamagpu.gpu.device import Gpu, map_device_lost
+from llamagpu.gpu.settle import FRESH_COMPILE_S, FRESH_S, Settling
 from llamagpu.gpu.timing import Span, TimedRecorder, busy_ns, copy_bandwidth, wait_idle
 from llamagpu.verify.verify import kernel_set
 

@@ -17,7 +17,6 @@ from llamagpu import markdown
 from llamagpu.bench.bench import BenchOptions, case_facts, linear_flops, model_facts, open_for, plan_runs
 from llamagpu.bench.cases import BadValue, BenchCase
 from llamagpu.bench.report import FORMATS, Row
-from llamagpu.bench.settle import DRIFT
 from llamagpu.engine import routes
 from llamagpu.engine.decode import SUBMISSIONS_IN_FLIGHT
 from llamagpu.engine.engine import Engine
@@ -28,6 +27,7 @@ from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import Segment
 from llamagpu.gpu.device import Gpu, map_device_lost
 from llamagpu.gpu.recorder import Pending, Step
+from llamagpu.gpu.settle import DRIFT
 from llamagpu.gpu.timing import TimedRecorder, busy_ns
 
 FIELDS = (

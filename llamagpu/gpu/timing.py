@@ -17,7 +17,6 @@ from llamagpu.gpu.recorder import Pending, Plan, Recorder, Step, launches
 from llamagpu.gpu.webgpu import BufferUsage
 
 QUERIES = 4096  # the most that a WebGPU query set holds
-RAMP_S = 0.6  # an idle H200 takes half a second to raise its clocks; until then kernels are 2 to 4 times slower
 
 
 class Timestamps:
@@ -187,7 +186,7 @@ class Stopwatch:
         return float(np.median([self.pass_ns(chain) for _ in range(repetitions)])) / count
 
 
-def warm_up(gpu: Gpu, run: Callable[[], object], seconds: float = RAMP_S) -> None:
+def warm_up(gpu: Gpu, run: Callable[[], object], seconds: float) -> None:
     """Run the work once, and on a GPU until its clocks are up."""
     end = time.perf_counter() + (0 if gpu.software else seconds)
     run()
