@@ -9,8 +9,8 @@ const EXPERTS: u32 = 8u;
 const USED: u32 = 2u;
 const WHOLE: bool = true;
 const WORKGROUP: u32 = 128u;
-const SHARES: u32 = max(WORKGROUP / EXPERTS, 1u);
-const SHARE: u32 = (EXPERTS + SHARES - 1u) / SHARES;
+const SHARES: u32 = max(WORKGROUP / EXPERTS, 1u);     // invocations that count for an expert
+const SHARE: u32 = (EXPERTS + SHARES - 1u) / SHARES;  // experts that each of them looks at
 var<workgroup> expert_logits: array<f32, EXPERTS>;
 var<workgroup> expert_ranks: array<atomic<u32>, EXPERTS>;
 var<workgroup> chosen: array<u32, USED>;

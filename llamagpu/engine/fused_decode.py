@@ -235,7 +235,7 @@ class FusedDecode:
             self.copies = self.gpu.zeros(self.x.offset + stream, "copies")
 
     def buffers(self) -> list[Bindable]:
-        """Those that only fused decode uses: not that of x and between."""
+        """Those that only fused decode uses: not the one of x and the inter-stage buffers."""
         copies = [] if self.copies is None else [self.copies]
         return [*copies, *self.layer_tables.values()]
 

@@ -805,7 +805,8 @@ def grid_sizes(dim: int, heads_per_kv: int, caps: Caps) -> tuple[GridSize, ...]:
     others (8B -3 %, Gemma 3 4B -8 %; 1B +2 %); fewer than 128 are for smaller GPUs."""
     if caps.cpu:
         return (GridSize(1, 256),)  # for tests: llvmpipe runs as many as it has threads, and ends long loops
-    first = (GridSize(256, 256),) if dim < 1536 and heads_per_kv * caps.subgroup <= 256 else ()
+    small = GridSize(256, 256)
+    first = (small,) if dim < 1536 and heads_per_kv * caps.subgroup <= small.invocations else ()
     return (*first, *(GridSize(workgroups, 512) for workgroups in (128, 64, 32, 16)))
 
 
@@ -1209,8 +1210,8 @@ def stores_own_row(s: Attention, caps: Caps) -> bool:
 def position_lanes(head_dim: int, run: int, caps: Caps) -> dict[str, int]:
     """attend_split's lanes for a position, each with runs of so many dimensions, and positions in flight.
 
-    On an H200 (2026-11-15) 16 lanes save 3 to 4 % of 3B's and 8B's token, and 32 lanes 4 to 6 % of Gemma's, with heads
-    of 256; 4 positions 4 % of 1B's at a depth of 4096 (and cost 1 % of it at none).
+    On an H200 (2026-11-15) 16 lanes save 3 to 4 % of 3B's and 8B's token, 4 positions 4 % of 1B's at a depth of 4096
+    (and cost 1 % of it at none). 32 lanes save 4 to 6 % of a token of Gemma 3, with heads of 256 (2026-11-17).
     """
     lanes = min(max(gcd(head_dim, 256), 64) // run, caps.subgroup)
     return {"LANES_PER_POSITION": lanes, "POSITIONS_IN_FLIGHT": 4}

@@ -240,7 +240,7 @@ def copy(gpu: Gpu) -> Answer:
 def barrier_litmus(gpu: Gpu) -> Answer:
     """With the first grid size whose workgroups run at the same time; with one workgroup where nothing is fused."""
     layers = gpu.upload(np.array([LITMUS_LAYERS, 0, 0, 0], np.uint32), "layers", BufferUsage.UNIFORM)
-    sizes = routes.grid_sizes(2048, 4, gpu.caps) if gpu.caps.grid_barrier else ()
+    sizes = routes.grid_sizes(dim=2048, heads_per_kv=4, caps=gpu.caps) if gpu.caps.grid_barrier else ()
     for grid in (*sizes, GridSize(1, 256)):
         barrier = gpu.upload(np.array([0, 0, PROBE_SPIN_LIMIT, 0], np.uint32), "barrier")
         answers = [fused_decode.barrier_litmus_test(gpu, grid, barrier, layers, seed) for seed in (1, 2, 3)]
