@@ -197,7 +197,7 @@ def test_kernels_as_json(measure: Runner, gpu: Gpu) -> None:  # noqa: F811
     assert down["shape"] == matrix | {"inputs": "int8", "prologue": "none", "epilogue": "epilogue_add"}
     assert down["kernel"] == "linear_gemv_batch" and down["needs"].startswith("m <= 4, k % 32 = 0")
     assert len(down["grid"]) == 3 and down["consts"]["N"] == 128
-    assert down["bindings"]["y"] == "x" and "ffn_down" in down["bindings"]["w"]
+    assert down["bindings"]["y"] in ("x", "x and inter-stage") and "ffn_down" in down["bindings"]["w"]  # fused or not
     assert next(row for row in rows if row["op"] == "sampling")["shape"] is None
 
 
