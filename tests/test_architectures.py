@@ -590,6 +590,21 @@ def test_heads_of_256_rotate_in_attention(fused_gpu: Any, tmp_path: Path, monkey
 
 
 @WGPU
+@pytest.mark.parametrize("kv_type", [KvType.F16, KvType.Q8_0])
+def test_workgroups_share_query_heads(
+    fused_gpu: Any, expected: Any, monkeypatch: pytest.MonkeyPatch, kv_type: KvType
+) -> None:
+    """Each of them needs the row's own key; one stores it."""
+    monkeypatch.setattr(routes, "SHORT_SPLIT", 1 << 20)
+    path, want = expected("qwen3")
+    run = load_one(fused_gpu, path, kv_type=kv_type)
+    shares = run.model.config.heads_per_kv
+    attention = fused_of(run).stages([0, 1])[1]
+    assert shares > 1 and attention.grid[0] == run.model.config.heads
+    check(run, want, LARGEST_NMSE[Precision.FAST])
+
+
+@WGPU
 def test_fused_decode_in_several_kernels(fused_gpu: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer of each kernel finds the residual stream that the last one of the kernel before has stored."""
     path, want = expected("gemma3")

@@ -299,14 +299,38 @@ def test_splits_of_a_context(kv_heads):
 
 
 @pytest.mark.parametrize(
-    "m, bucket, subgroups", [(1, 65, 4), (8, 1, 2), (2, 65, 8), (16, 193, 8), (17, 193, 4), (64, 513, 8)]
+    "m, bucket, shares, subgroups",
+    [(1, 65, 1, 4), (8, 1, 1, 2), (2, 65, 4, 8), (8, 65, 4, 8), (16, 193, 2, 8), (17, 193, 1, 4), (64, 513, 1, 8)],
 )
-def test_subgroups_per_head(m, bucket, subgroups):
+def test_workgroups_and_subgroups_of_query_heads(m, bucket, shares, subgroups):
     """As many as for a long context, where several rows leave no core without a workgroup."""
     shape = Attention(m, 32, 8, 128, bucket=bucket, segments=m)
-    assert routes.subgroups_per_head(shape, GPU) == subgroups
-    small = replace(GPU, invocations=256)
-    assert routes.subgroups_per_head(shape, small) == min(subgroups, 2)
+    assert routes.head_shares(shape) == shares and routes.subgroups_per_head(shape, GPU) == subgroups
+    small = replace(GPU, invocations=256)  # 8 subgroups for the heads of a workgroup
+    assert routes.subgroups_per_head(shape, small) == min(subgroups, 8 * shares // 4)
+
+
+def test_shares_of_query_heads_divide_them():
+    shapes = [Attention(4, heads, kv_heads, 64, bucket=65) for heads, kv_heads in ((7, 1), (6, 1), (24, 8), (8, 8))]
+    assert [routes.head_shares(shape) for shape in shapes] == [1, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, grid, rows, consts",
+    [
+        (32, 8, 64, (128, 512), 1, (1, 4, 4)),
+        (24, 8, 128, (128, 512), 1, (1, 4, 4)),
+        (32, 4, 128, (128, 512), 1, (2, 4, 4)),  # Qwen 3 30B-A3B
+        (4, 1, 256, (256, 256), 1, (4, 8, 4)),  # Gemma 3 1B
+        (5, 1, 256, (256, 256), 1, (1, 1, 4)),  # 5 heads cannot be halved
+        (32, 4, 128, (128, 512), 2, (1, 2, 8)),
+        (32, 8, 64, (128, 512), 8, (1, 2, 8)),
+    ],
+)
+def test_query_heads_of_a_fused_kernel(heads, kv_heads, head_dim, grid, rows, consts):
+    """Enough subgroups of a head to look at a short split at once, if necessary by more workgroups."""
+    found = routes.fused_head_consts(Attention(1, heads, kv_heads, head_dim), routes.GridSize(*grid), GPU, rows)
+    assert tuple(found[name] for name in ("HEAD_SHARES", "SUBGROUPS_PER_HEAD", "POSITIONS_IN_FLIGHT")) == consts
 
 
 # Every shape has a route, and every route is sound

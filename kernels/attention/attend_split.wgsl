@@ -1,7 +1,8 @@
 // y[m, HEADS, HEAD_DIM] = softmax(q K^T) V of one token, of a few, or of many that are of different sequences, over a long context
 // that is cut into splits (flash decoding).
 // A workgroup takes one KV head, one split of the context and one token. Its subgroups are (query head of the KV head)
-// x SUBGROUPS_PER_HEAD, so that K and V come from memory once for all heads that share them. Within a subgroup,
+// x SUBGROUPS_PER_HEAD, so that K and V come from memory once for all heads that share them. Where that leaves a head few
+// subgroups, HEAD_SHARES workgroups share the query heads. Within a subgroup,
 // LANES_PER_POSITION lanes share a position and read its key and value along head_dim, 16 bytes each (runs). They have their
 // own online softmax, so that the loop has no barrier. The end merges all of them through little workgroup memory: more
 // makes the GPU reconfigure its caches between kernels, which takes 1 to 3 us on an H200.
@@ -23,6 +24,7 @@ const SUBGROUP: u32 = 32u;
 const LANES_PER_POSITION: u32 = 8u;  // lanes that share a position
 const POSITIONS_IN_FLIGHT: u32 = 4u;  // positions of a lane whose keys and values are loaded together
 const SUBGROUPS_PER_HEAD: u32 = 2u;  // subgroups per query head, a power of two
+const HEAD_SHARES: u32 = 1u;  // workgroups that share the query heads of a KV head
 const TO_BLOCKS: bool = false;
 const TOKENS: u32 = 1u;  // rows of a layer in a fused kernel
 const RAW: bool = false;  // keys and values follow the queries of a row
@@ -30,8 +32,8 @@ const ROW_HEADS: u32 = HEADS + select(0u, 2u * KV_HEADS, RAW);
 const PARTIAL: bool = false;  // write partial sums for a single split, too
 const MAX_SPLITS: u32 = 16u;  // BY_LAYER: of any layer; from one to the next, for their splits must not overlap
 const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // blocks of a token
-const HEADS_PER_KV: u32 = HEADS / KV_HEADS;
-const WORKGROUP: u32 = HEADS_PER_KV * SUBGROUPS_PER_HEAD * SUBGROUP;  // or more: the other invocations idle
+const OWN_HEADS: u32 = HEADS / KV_HEADS / HEAD_SHARES;  // query heads of a workgroup
+const WORKGROUP: u32 = OWN_HEADS * SUBGROUPS_PER_HEAD * SUBGROUP;  // or more: the other invocations idle
 const LANE_VEC4: u32 = HEAD_DIM / 4u / LANES_PER_POSITION;  // vec4s of a lane
 const STRIDE: u32 = SUBGROUPS_PER_HEAD * SUBGROUP / LANES_PER_POSITION;  // from a position of a lane to its next
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;            // [m, HEADS, HEAD_DIM] f32 or blocks; or partial sums, padded after each layer
@@ -39,9 +41,9 @@ const STRIDE: u32 = SUBGROUPS_PER_HEAD * SUBGROUP / LANES_PER_POSITION;  // from
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;            // q [layers or m, ROW_HEADS, HEAD_DIM], padded
 @group(0) @binding(8) var<uniform> step: Step;
 const MERGE_PARTIALS: u32 = max(SUBGROUPS_PER_HEAD / 2u, 1u);
-var<workgroup> merge_top: array<f32, HEADS_PER_KV * MERGE_PARTIALS>;
-var<workgroup> merge_total: array<f32, HEADS_PER_KV * MERGE_PARTIALS>;
-var<workgroup> merge_sum: array<vec4<f32>, HEADS_PER_KV * MERGE_PARTIALS * HEAD_DIM / 4u>;
+var<workgroup> merge_top: array<f32, OWN_HEADS * MERGE_PARTIALS>;
+var<workgroup> merge_total: array<f32, OWN_HEADS * MERGE_PARTIALS>;
+var<workgroup> merge_sum: array<vec4<f32>, OWN_HEADS * MERGE_PARTIALS * HEAD_DIM / 4u>;
 fn late_x(v: vec4<f32>) -> bool { return false; }
 fn repair_x(i: u32) {}
 fn store4(i: u32, v: vec4<f32>) {
@@ -53,9 +55,10 @@ fn vec4_of(i: u32, lane: u32) -> u32 { return RUN / 4u * (LANES_PER_POSITION * (
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
         @builtin(local_invocation_index) index: u32) {
   let subgroup = index / SUBGROUP;
-  let local_head = min(subgroup / SUBGROUPS_PER_HEAD, HEADS_PER_KV - 1u);
-  let idle = subgroup >= HEADS_PER_KV * SUBGROUPS_PER_HEAD;
-  let head = (layer() * TOKENS + workgroup.z) * HEADS + workgroup.x * HEADS_PER_KV + local_head;  // among the heads of all layers or tokens
+  let local_head = min(subgroup / SUBGROUPS_PER_HEAD, OWN_HEADS - 1u);
+  let idle = subgroup >= OWN_HEADS * SUBGROUPS_PER_HEAD;
+  let head = (layer() * TOKENS + workgroup.z) * HEADS + workgroup.x * OWN_HEADS + local_head;  // among the heads of all layers or tokens
+  let kv_head = workgroup.x / HEAD_SHARES;
   let lane = index % LANES_PER_POSITION;
   let row_slot = step.row[row_index(workgroup.z)].slot;
   let end = step.row[row_index(workgroup.z)].position + 1u;
@@ -63,7 +66,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let begin = select(0u, end - min(window, end), window > 0u);
   let split_length = (end - begin + workgroups.y - 1u) / workgroups.y;
   let split_end = min(begin + (workgroup.y + 1u) * split_length, end);
-  let base = opaque_zero() + (layer() * KV_HEADS + workgroup.x) * step.capacity;
+  let base = opaque_zero() + (layer() * KV_HEADS + kv_head) * step.capacity;
   let own_cell = base + step.row[row_index(workgroup.z)].cell;
   let row_head = head + (layer() * TOKENS + workgroup.z) * (ROW_HEADS - HEADS);
   let q4 = opaque_zero() + layer() * (LINE_PADDING / 4u) + row_head * (HEAD_DIM / 4u);
@@ -90,7 +93,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
       }
     }
     if (r == 0u) {  // what the stage before has stored may be late: keys and values do not wait for it
-      store_own(own_cell, workgroup.x, workgroup.z, lane, workgroup.y == 0u && index < LANES_PER_POSITION);
+      store_own(own_cell, kv_head, workgroup.z, lane, workgroup.x % HEAD_SHARES == 0u && workgroup.y == 0u && index < LANES_PER_POSITION);
       var late = false;
       for (var i = 0u; i < LANE_VEC4; i++) { late = late || late_x(q[i]); }
       if (late) {

@@ -718,18 +718,19 @@ class Ops:
         settings |= {"SOFT_CAP": shape.soft_cap} if shape.soft_cap else {}
         bindings: dict[str, Bindable] = {"x": buffers.q, "y": buffers.out}
         caches: dict[str, Bindable] = {"k_cache": buffers.keys, "v_cache": buffers.values}
-        owners: dict[str, int] = {}
+        sharing: dict[str, int] = {}  # what the grid depends on
         before: list[Dispatch] = []
         if route.kernel == "attend_tile":
-            owners = {"OWNERS": routes.tile_owners(shape.head_dim)}
-            settings |= owners | {"TO_BLOCKS": mode.out.blocks, "ONE_SEGMENT": shape.segments == 1}
+            sharing = {"OWNERS": routes.tile_owners(shape.head_dim)}
+            settings |= {"TO_BLOCKS": mode.out.blocks, "ONE_SEGMENT": shape.segments == 1}
         if route.kernel in ("attend_split", "attend_int8", "attend_matrix"):
             assert buffers.stats is not None, f"{route.kernel} leaves statistics"
             bindings["stats"] = buffers.stats
             settings["TO_BLOCKS"] = mode.out.blocks
         if route.kernel == "attend_split":
             settings |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": routes.subgroups_per_head(shape, caps)}
-            settings |= routes.position_lanes(shape.head_dim, lane_run(mode.kv_type), caps)
+            sharing = {"HEAD_SHARES": routes.head_shares(shape)}
+            settings |= routes.position_lanes(shape.head_dim, lane_run(mode.kv_type), caps, shape.m)
             settings |= {"PARTIAL": True} if shape.sinks else {}
             settings |= {"OWN_ROW": mode.own_row} if mode.kv_type is KvType.Q8_0 else {}
             if buffers.rotation is not None:
@@ -752,10 +753,10 @@ class Ops:
             blocks=mode.out,
             rotates=buffers.rotation is not None,
         )
-        grid = self.grid(route, shape, shape.m, owners)
+        grid = self.grid(route, shape, shape.m, sharing)
         if buffers.sinks is not None:
             bindings["sinks"] = buffers.sinks
-        settings |= consts or {}
+        settings |= sharing | dict(consts or {})
         return [*before, self._dispatch(route, (*files, *parts), settings, bindings | caches, grid, shape)]
 
     def _quantise_kv(

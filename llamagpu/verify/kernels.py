@@ -294,7 +294,8 @@ def attention_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
     for heads, kv_heads, head_dim in HEADS[: 1 if quick else None]:
         for m, position in ((1, 200), (8, 60), (33, 65)):
             for route in (*routes.ATTEND, baselines.ATTEND_STRIDED):
-                shape = Attention(m, heads, kv_heads, head_dim, scale=head_dim**-0.5)
+                bucket = routes.context_bucket(position + m)
+                shape = Attention(m, heads, kv_heads, head_dim, scale=head_dim**-0.5, bucket=bucket)
                 for kv_type in KvType if head_dim == 64 else (KvType.F16,):
                     if fits(route, shape, gpu.caps) and (m != 8 or route.kernel == "attend_split"):
                         name = f"{heads} heads of {head_dim}, {kv_heads} kv, {kv_type}, m {m} at {position}"
