@@ -471,6 +471,80 @@ def test_a_prompt_cache_file_in_a_full_cache(path, gpu, tmp_path):
         assert llama.complete(saved, max_tokens=1).usage.cached_tokens == len(saved) - 1
 
 
+def fly(scheduler, *requests) -> list[int]:
+    """Submit them and run a step; the submissions behind it when the host has seen no token of it."""
+    seen = []
+    scheduler.while_computing = lambda: seen.append(len(scheduler.flight.pending) if scheduler.flight else 0)
+    for request in requests:
+        scheduler.submit(request)
+    scheduler.step()
+    scheduler.while_computing = lambda: None
+    return seen
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_decode_begins_behind_the_prompts(path, gpu, backend):
+    """Before the host knows their first tokens, one of which is a text's last."""
+    scheduler = Scheduler(load(path, gpu, backend, parallel=4, positions=1024).engine)
+    lengths = (9, 1, 20)
+    texts = [run(scheduler, Request([1, 5 + i], GREEDY, most)) for i, most in enumerate(lengths)]
+    requests = [Request([1, 5 + i], GREEDY, most) for i, most in enumerate(lengths)]
+    assert fly(scheduler, *requests) == [2] and [len(r.new) for r in requests] == [1, 1, 1]
+    assert requests[1].done and scheduler.flight.ended == [requests[1]]
+    assert [finish(scheduler, request) for request in requests] == texts
+    check_empty(scheduler)
+
+
+def test_nothing_flies_for_a_single_token(path, gpu):
+    scheduler = Scheduler(load(path, gpu).engine)
+    assert fly(scheduler, Request([1, 2, 3], GREEDY, 1), Request([1, 2, 4], GREEDY, 1)) == [0]
+    assert not scheduler.running and not scheduler.flight
+    check_empty(scheduler)
+
+
+def test_a_flight_begins_in_the_middle_of_a_page_and_at_its_end(path, gpu):
+    """The sampling of the step before it looks up the cell of each sequence's next position."""
+    scheduler = Scheduler(load(path, gpu, parallel=2, positions=1024, chunk=16).engine)
+    for length in range(46, 62):
+        prompts = [1, *range(3, 2 + length)], [1, *range(100, 190), length]  # the second one in 7 steps
+        texts = [run(scheduler, Request(prompt, GREEDY, 24, cache_prompt=False)) for prompt in prompts]
+        talker, joins = (Request(prompt, GREEDY, 24, cache_prompt=False) for prompt in prompts)
+        scheduler.submit(talker)
+        scheduler.next_token(talker)
+        scheduler.submit(joins)
+        while not joins.new:
+            seen = fly(scheduler)
+        assert seen == [2] and scheduler.flight
+        assert [finish(scheduler, talker), finish(scheduler, joins)] == texts, length
+    check_empty(scheduler)
+
+
+@pytest.mark.parametrize("why", ["progress", "only the prompt", "somebody joins"])
+def test_who_does_not_fly(path, gpu, why):
+    scheduler = Scheduler(load(path, gpu).engine)
+    prompt = [1, *range(3, 100)]
+    requests = [Request(prompt, GREEDY, 0 if why == "only the prompt" else 5)]
+    if why == "progress":
+        requests[0].progress = lambda done, total: None
+    if why == "somebody joins":  # when the first one's pages can be shared
+        requests.append(Request([*prompt, 5], GREEDY, 5))
+    assert fly(scheduler, *requests) == [0] and not scheduler.flight
+    for request in requests:
+        finish(scheduler, request)
+    check_empty(scheduler)
+
+
+def test_a_flight_behind_wrong_numbers_is_dropped(path, gpu, monkeypatch):
+    scheduler = Scheduler(load(path, gpu).engine)
+    text = run(scheduler, Request([1, 2, 3], GREEDY, 8))
+    differs = iter([True])
+    monkeypatch.setattr(scheduler.engine, "subgroups_differ", lambda: next(differs, False))
+    request = Request([1, 2, 3], GREEDY, 8, cache_prompt=False)
+    assert fly(scheduler, request) == [2] and not scheduler.flight and not request.new
+    assert finish(scheduler, request) == text
+    check_empty(scheduler)
+
+
 def test_rows_of_ended_requests_stay_in_pages_of_their_own(path, gpu, monkeypatch):
     """Of a wide flight some end; nobody else's text changes, and a new one waits until the flight lands: when one of
     those who are left goes away."""

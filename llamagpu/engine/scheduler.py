@@ -2,8 +2,9 @@
 
 A step takes a row of every sequence that decodes, and prompt rows within a budget of time, so that nobody's tokens wait
 for somebody's long prompt. Requests join and leave between steps. While the same ones only decode and the device can
-sample for all of them, steps are submitted ahead, each feeding the next on the device: a flight. Rows of requests that
-end in it are computed for nobody, until it lands.
+sample for all of them, steps are submitted ahead, each feeding the next on the device: a flight. It may begin behind a
+step that ends prompts, before the host knows their first tokens. Rows of requests that end in it are computed for
+nobody, until it lands.
 
 A scheduler belongs to the thread that holds its lock: whoever waits for a token runs steps, for everybody.
 """
@@ -136,6 +137,7 @@ class Flight:
     positions: list[int]  # of each request's next row
     pending: deque[tuple[Pending, int]] = field(default_factory=deque)  # and how many steps
     first: bool = True  # the host has written the tokens of the first step
+    unread: int = 0  # tokens of the step before it that nobody has read
     most: int = 1  # steps of the next submission; twice as many each time, so that the device begins at once
     ended: list[Request] = field(default_factory=list)  # whose rows go on for nobody, in pages of their own
     lands: bool = False  # one of them failed, or its client has left: its slot and pages are given back soon
@@ -301,9 +303,12 @@ class Scheduler:
 
     def _paced(self) -> bool:
         """Whether new requests wait for others to join with them."""
+        return time.perf_counter() - self.prompts_at < JOIN_S and self._few_wait()
+
+    def _few_wait(self) -> bool:
         rows, ended = (len(self.flight.requests), len(self.flight.ended)) if self.flight else (len(self.running), 0)
         many = 2 * min(len(self.waiting), len(self.slots) + ended) >= rows - ended
-        return not many and rows >= MIN_JOINED and time.perf_counter() - self.prompts_at < JOIN_S
+        return not many and rows >= MIN_JOINED
 
     def _start(self, request: Request) -> bool:
         """Give a request a slot and pages for its prompt. False if it has to wait."""
@@ -373,11 +378,14 @@ class Scheduler:
         segments += [Segment(r.sequence.slot, len(r.sequence), piece) for r, piece in prompts]
         unfinished = bool(prompts) and segments[-1].position + len(segments[-1].tokens) < len(requests[-1].prompt)
         sampled = requests[:-1] if unfinished else requests  # only the last prompt can be unfinished
+        flies = bool(prompts) and not unfinished and self._may_fly(requests)
         began, compiled = time.perf_counter(), self.engine.gpu.compile_seconds
         pending = self._run(segments, sampled)
         for request, segment in zip(requests, segments, strict=True):
             request.sequence.ids += segment.tokens
             self.engine.unchecked.add(request.sequence)
+        if flies:
+            self._fly(requests)
         self.while_computing()
         if pending is None:
             for request, _ in prompts:
@@ -387,8 +395,11 @@ class Scheduler:
         if prompts:
             self.prompts_at = time.perf_counter()
         if words[self.engine.model.sampler.timed_out_word] or self.engine.subgroups_differ():
+            self._abandon()
             self._repair(requests, segments)
             return
+        if self.flight:
+            self.flight.unread = 0
         compiling = self.engine.gpu.compile_seconds - compiled
         self._measure(sum(len(piece) for _, piece in prompts), time.perf_counter() - began - compiling)
         for request, _ in prompts:
@@ -576,6 +587,23 @@ class Scheduler:
 
     # Steps ahead: nothing but decode, sampled on the device
 
+    def _may_fly(self, requests: list[Request]) -> bool:
+        """Whether decode steps can follow the next step, which ends the prompts of these requests, at once: nobody else
+        runs or is about to join, the host is needed for none, and each has a page for the token after the next."""
+        joins = self.waiting and self.slots and not self._few_wait()
+        waits = any(r.steps_alone or r.progress or r.max_tokens == 0 for r in requests)
+        if joins or waits or len(requests) < len(self.running):
+            return False
+        decoding = (r for r in requests if r.state is State.DECODE)  # prompts have it
+        return all(self.engine.cache.reserve(r.sequence, self._beyond(len(r.sequence) + 1)) for r in decoding)
+
+    def _fly(self, requests: list[Request]) -> None:
+        """Decode steps behind the step that was just submitted, whose sampling writes their first rows."""
+        flight = Flight(list(requests), [len(r.sequence) for r in requests], first=False, unread=1)
+        while len(flight.pending) < SUBMISSIONS_IN_FLIGHT - 1 and (count := self._ahead(flight)):
+            self.flight = flight
+            self._submit_ahead(flight, count)
+
     def _decode_ahead(self) -> None:
         flight = self.flight
         if flight is None:
@@ -607,7 +635,7 @@ class Scheduler:
 
     def _ahead(self, flight: Flight) -> int:
         """How many more steps may be submitted: pages and the context must hold them, somebody must want them."""
-        submitted = sum(count for _, count in flight.pending)
+        submitted = flight.unread + sum(count for _, count in flight.pending)
         context = self.engine.settings.context
         lefts = sorted(r.left(context) for r in self.running)
         until_narrow = (len(flight.requests) - 1) // 2 - len(flight.ended)  # how many may end before the last step
