@@ -20,6 +20,7 @@ from llamagpu.convert.convert import convert, open_source, plan
 from llamagpu.engine import fused_decode, routes
 from llamagpu.engine.fused_check import MAX_NMSE, largest_nmse
 from llamagpu.engine.model import BufferModel
+from llamagpu.engine.ops import attention_shape
 from llamagpu.engine.options import Backend, KvType, Precision
 from llamagpu.engine.step_inputs import Segment
 from llamagpu.files.architectures import ARCHITECTURES, Architecture, QkNorm
@@ -592,16 +593,21 @@ def test_heads_of_256_rotate_in_attention(fused_gpu: Any, tmp_path: Path, monkey
 @WGPU
 @pytest.mark.parametrize("kv_type", [KvType.F16, KvType.Q8_0])
 def test_workgroups_share_query_heads(
-    fused_gpu: Any, expected: Any, monkeypatch: pytest.MonkeyPatch, kv_type: KvType
+    fused_gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_type: KvType
 ) -> None:
-    """Each of them needs the row's own key; one stores it."""
+    """Two for each KV head, with three query heads each; both need the row's own key, and one stores it. In one split
+    and in several, unfused decode gives the same."""
     monkeypatch.setattr(routes, "SHORT_SPLIT", 1 << 20)
-    path, want = expected("qwen3")
-    run = load_one(fused_gpu, path, kv_type=kv_type)
-    shares = run.model.config.heads_per_kv
-    attention = fused_of(run).stages([0, 1])[1]
-    assert shares > 1 and attention.grid[0] == run.model.config.heads
-    check(run, want, LARGEST_NMSE[Precision.FAST])
+    path = replace(MODELS["qwen3"], heads=12, kv_heads=2).write(tmp_path / "m.gguf", "Q8_0")
+    mode = dict(context=128, chunk=64, kv_type=kv_type, precision=Precision.FAST)
+    fused, unfused = (load_one(fused_gpu, path, **mode) for _ in range(2))
+    assert fused_kernels(fused) == 1 and fused_of(fused).stages([0, 1])[1].grid[0] == 4
+    unfused.model.unfuse()
+    for count in (7, 1, 1, 64, 1, 1):
+        ids = token_ids(count, seed=count)
+        got, want = log_probs(fused.logits_after(ids)), log_probs(unfused.logits_after(ids))
+        if count == 1:
+            assert np.square(got - want).sum() < 1e-5 * np.square(want).sum()
 
 
 @WGPU
@@ -669,7 +675,8 @@ def check_places_of_splits(run: OneSequence) -> None:
     gpu.write(stats, np.full(stats.size // 4, np.nan, np.float32))
     run.logits_after([3])
     end = len(run.ids)
-    most = routes.fused_max_splits(c.kv_heads, 1)
+    consts = routes.fused_head_consts(attention_shape(c, 1), fused.grid, gpu.caps)
+    most = routes.fused_max_splits(c.kv_heads, shares=consts["HEAD_SHARES"])
     written = ~np.isnan(gpu.read(stats, np.float32, stats.size // 4).reshape(-1, 2)[:, 0])
     seen = [min(kind.window or end, end) for kind in c.kinds]
     splits = [max(min(-(-positions // 32), 4), min(-(-positions // 64), 16)) for positions in seen]

@@ -300,7 +300,7 @@ def test_splits_of_a_context(kv_heads):
 
 @pytest.mark.parametrize(
     "m, bucket, shares, subgroups",
-    [(1, 65, 1, 4), (8, 1, 1, 2), (2, 65, 4, 8), (8, 65, 4, 8), (16, 193, 2, 8), (17, 193, 1, 4), (64, 513, 1, 8)],
+    [(1, 65, 1, 4), (8, 1, 1, 2), (2, 65, 4, 8), (8, 65, 2, 8), (16, 193, 1, 8), (17, 193, 1, 4), (64, 513, 1, 8)],
 )
 def test_workgroups_and_subgroups_of_query_heads(m, bucket, shares, subgroups):
     """As many as for a long context, where several rows leave no core without a workgroup."""
@@ -313,6 +313,8 @@ def test_workgroups_and_subgroups_of_query_heads(m, bucket, shares, subgroups):
 def test_shares_of_query_heads_divide_them():
     shapes = [Attention(4, heads, kv_heads, 64, bucket=65) for heads, kv_heads in ((7, 1), (6, 1), (24, 8), (8, 8))]
     assert [routes.head_shares(shape) for shape in shapes] == [1, 2, 1, 1]
+    split = Attention(2, 32, 8, 64, bucket=513, splits=4)
+    assert [routes.head_shares(replace(split, splits=splits)) for splits in (2, 4, 8)] == [4, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -325,6 +327,8 @@ def test_shares_of_query_heads_divide_them():
         (5, 1, 256, (256, 256), 1, (1, 1, 4)),  # 5 heads cannot be halved
         (32, 4, 128, (128, 512), 2, (1, 2, 8)),
         (32, 8, 64, (128, 512), 8, (1, 2, 8)),
+        (32, 4, 128, (256, 256), 8, (4, 2, 8)),
+        (8, 2, 192, (128, 512), 2, (1, 4, 4)),  # three runs a lane
     ],
 )
 def test_query_heads_of_a_fused_kernel(heads, kv_heads, head_dim, grid, rows, consts):

@@ -2,14 +2,14 @@
 // that is cut into splits (flash decoding).
 // A workgroup takes one KV head, one split of the context and one token. Its subgroups are (query head of the KV head)
 // x SUBGROUPS_PER_HEAD, so that K and V come from memory once for all heads that share them. Where that leaves a head few
-// subgroups, HEAD_SHARES workgroups share the query heads. Within a subgroup,
-// LANES_PER_POSITION lanes share a position and read its key and value along head_dim, 16 bytes each (runs). They have their
-// own online softmax, so that the loop has no barrier. The end merges all of them through little workgroup memory: more
-// makes the GPU reconfigure its caches between kernels, which takes 1 to 3 us on an H200.
+// subgroups, or cores idle, HEAD_SHARES workgroups share the query heads, and each reads K and V.
+// Within a subgroup, LANES_PER_POSITION lanes share a position and read its key and value along head_dim, 16 bytes each (runs).
+// They have their own online softmax, so that the loop has no barrier. The end merges all of them through little workgroup
+// memory: more makes the GPU reconfigure its caches between kernels, which takes 1 to 3 us on an H200.
 // One split: writes the heads as f32, or as blocks with TO_BLOCKS. Several splits, or PARTIAL: writes partial sums and
 // (top, total) for attend_merge or prologue_merge: largest score, sum of exp(score - top).
 // late_x, repair_x: see parts/late_stores.wgsl.
-// Needs HEAD_DIM % (RUN * LANES_PER_POSITION) == 0 and SUBGROUP % LANES_PER_POSITION == 0.
+// Needs HEAD_DIM % (RUN * LANES_PER_POSITION) == 0, SUBGROUP % LANES_PER_POSITION == 0, HEADS / KV_HEADS % HEAD_SHARES == 0.
 // Parts: f16, kv_run_*, heads_*, pages, blocks_*; in a fused kernel also split_count_dynamic.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py

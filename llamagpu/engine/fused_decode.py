@@ -320,11 +320,12 @@ class FusedDecode:
         kind = kinds.pop() if len(kinds) == 1 else None  # else the layer table has what differs
         keys, values = layer_range(cache.keys, count), layer_range(cache.values, count)
         x = self.stream(members[0], count + 1, rows)
-        splits: Consts = {"MAX_SPLITS": routes.fused_max_splits(c.kv_heads, rows), "TOKENS": rows}
-        splits |= {"BY_LAYER": True} if kind is None else {"WINDOW": kind.window}
         shape, parts = attention_shape(c, 1, kind=kind), ("split_count_dynamic",)
-        heads = routes.fused_head_consts(shape, self.grid, gpu.caps, rows)
-        own: Consts = {"WORKGROUP": self.grid.invocations, "PARTIAL": True, **heads}
+        own: Consts = {"WORKGROUP": self.grid.invocations, "PARTIAL": True}
+        own |= routes.fused_head_consts(shape, self.grid, gpu.caps, rows)
+        max_splits = routes.fused_max_splits(c.kv_heads, rows, int(own["HEAD_SHARES"]))
+        splits: Consts = {"MAX_SPLITS": max_splits, "TOKENS": rows}
+        splits |= {"BY_LAYER": True} if kind is None else {"WINDOW": kind.window}
         rope = self.cache.rope_tables if kind is None else self.cache.rope(kind)
         qk_norm = between.raw if first.qk_norm is None else layer_range(first.qk_norm, count)
         buffers = AttentionBuffers(between.q, keys, values, between.partial, between.stats, kv_rows=between.kv_rows)
@@ -415,7 +416,7 @@ class FusedDecode:
         return [
             *linear(QKV, between.fed_forward if c.norms_after else x, to_qkv, self.inputs, attention_inputs),
             *self.rotate(kind, qk_norm, to_q, stored, rows),
-            Stage(attention.source, attention.bindings, (c.kv_heads * heads["HEAD_SHARES"], split_count, live_rows)),
+            Stage(attention.source, attention.bindings, (attention.grid_for(1, 0)[0], split_count, live_rows)),
             *linear(ATTN_OUTPUT, between.partial, to_mid, self.inputs, merge),
             *router,
             *gate_up,

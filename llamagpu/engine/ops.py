@@ -718,10 +718,10 @@ class Ops:
         settings |= {"SOFT_CAP": shape.soft_cap} if shape.soft_cap else {}
         bindings: dict[str, Bindable] = {"x": buffers.q, "y": buffers.out}
         caches: dict[str, Bindable] = {"k_cache": buffers.keys, "v_cache": buffers.values}
-        sharing: dict[str, int] = {}  # what the grid depends on
+        grid_consts: Consts = {}  # what the grid depends on
         before: list[Dispatch] = []
         if route.kernel == "attend_tile":
-            sharing = {"OWNERS": routes.tile_owners(shape.head_dim)}
+            grid_consts = {"OWNERS": routes.tile_owners(shape.head_dim)}
             settings |= {"TO_BLOCKS": mode.out.blocks, "ONE_SEGMENT": shape.segments == 1}
         if route.kernel in ("attend_split", "attend_int8", "attend_matrix"):
             assert buffers.stats is not None, f"{route.kernel} leaves statistics"
@@ -729,7 +729,7 @@ class Ops:
             settings["TO_BLOCKS"] = mode.out.blocks
         if route.kernel == "attend_split":
             settings |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": routes.subgroups_per_head(shape, caps)}
-            sharing = {"HEAD_SHARES": routes.head_shares(shape)}
+            grid_consts = {"HEAD_SHARES": routes.head_shares(shape)}
             settings |= routes.position_lanes(shape.head_dim, lane_run(mode.kv_type), caps, shape.m)
             settings |= {"PARTIAL": True} if shape.sinks else {}
             settings |= {"OWN_ROW": mode.own_row} if mode.kv_type is KvType.Q8_0 else {}
@@ -753,10 +753,10 @@ class Ops:
             blocks=mode.out,
             rotates=buffers.rotation is not None,
         )
-        grid = self.grid(route, shape, shape.m, sharing)
         if buffers.sinks is not None:
             bindings["sinks"] = buffers.sinks
-        settings |= sharing | dict(consts or {})
+        settings |= {**grid_consts, **(consts or {})}
+        grid = self.grid(route, shape, shape.m, {name: int(settings[name]) for name in grid_consts})
         return [*before, self._dispatch(route, (*files, *parts), settings, bindings | caches, grid, shape)]
 
     def _quantise_kv(

@@ -892,27 +892,27 @@ def fused_widths(dim: int, attention: Attention, int8: bool, half_sums: bool, ca
     return tuple(rows for rows in widths if all(fits(rows, grid) for grid in sizes))
 
 
+SHORT_SPLIT = constants("split_count_dynamic")["SHORT_SPLIT"]  # positions of a split of a short context, at most
+
+
 def fused_head_consts(attention: Attention, grid: GridSize, caps: Caps, rows: int = 1) -> dict[str, int]:
-    """attend_split in a fused kernel: a query head has all subgroups of its workgroup, or half of them where many rows
-    leave little workgroup memory. Where they are too few for the positions of a short split, workgroups share the heads
-    of a KV head: on an H200 (2026-11-17) a token of Gemma 3 1B takes 634 us instead of 680, of Qwen 3 30B-A3B 1408
-    instead of 1457."""
+    """attend_split in a fused kernel: the query heads of a workgroup share its subgroups, or half of them where many
+    rows leave little workgroup memory. Where those see fewer positions at once than a short split has (of an f16 KV
+    cache; of q8_0 they see twice as many), workgroups share the heads: on an H200 (2026-11-17) a token of Gemma 3 1B
+    takes 634 us instead of 680, of Qwen 3 30B-A3B 1408 instead of 1457."""
     lanes = position_lanes(attention.head_dim, 8, caps, rows)
     positions = caps.subgroup // lanes["LANES_PER_POSITION"] * lanes["POSITIONS_IN_FLIGHT"]  # of a subgroup, at once
-    shares, heads, subgroups = 1, attention.heads_per_kv, grid.invocations // caps.subgroup
+    subgroups = grid.invocations // caps.subgroup // (2 if rows > 4 else 1)
+    shares, heads = 1, attention.heads_per_kv
     while heads % 2 == 0 and subgroups // heads * positions < SHORT_SPLIT:
         shares, heads = 2 * shares, heads // 2
-    most = 1 << ((subgroups // heads).bit_length() - 1)
-    own = {"HEAD_SHARES": shares, "SUBGROUPS_PER_HEAD": max(1, most // 2) if rows > 4 else most}
+    own = {"HEAD_SHARES": shares, "SUBGROUPS_PER_HEAD": 1 << max(0, (subgroups // heads).bit_length() - 1)}
     return own | {"POSITIONS_IN_FLIGHT": lanes["POSITIONS_IN_FLIGHT"]}
 
 
-SHORT_SPLIT = 32  # positions of a split of a short context, see parts/split_count_dynamic.wgsl
-
-
-def fused_max_splits(kv_heads: int, rows: int = 1) -> int:
+def fused_max_splits(kv_heads: int, rows: int = 1, shares: int = 1) -> int:
     """The number of splits that gives 128 workgroups."""
-    return max(1, 128 // (kv_heads * rows))
+    return max(1, 128 // (kv_heads * shares * rows))
 
 
 MIN_FUSED_BINDINGS = 12  # storage buffers of a fused kernel, if ranges of a buffer share a binding; with Dawn 13
@@ -988,6 +988,7 @@ EMBED: Table[Linear] = (
 # Attention
 
 SPLIT_ROWS, SPLIT_ROWS_F32 = 8, 64  # up to so many rows attend_split runs at any depth, with int8 and without
+FAR_SEEING_ROWS = 8  # up to so many, but not one alone, it has 8 positions in flight
 FEW_SCORES = 12288  # rows x positions up to which it is the fastest for more rows, too
 TILE_ROWS = 17  # fewest rows of attend_tile
 LARGE_TILE_ROWS = 257  # fewest rows of attend_int8's large tiles
@@ -1225,19 +1226,20 @@ def position_lanes(head_dim: int, run: int, caps: Caps, rows: int = 1) -> dict[s
     On an H200 (2026-11-15) 16 lanes save 3 to 4 % of 3B's and 8B's token, 4 positions 4 % of 1B's at a depth of 4096
     (and cost 1 % of it at none). 32 lanes save 4 to 6 % of a token of Gemma 3, with heads of 256 (2026-11-17). For a
     few rows 8 positions save 10 to 12 % of a fused step (1B 4 rows 679 to 596 us, 8B 2 rows 2083 to 1874) and 1 % of
-    others; for 16 rows they cost 3 %, for one 2 to 5 %.
+    others; for 16 rows they cost 3 %, for one 1 to 5 %.
     """
     lanes = min(max(gcd(head_dim, 256), 64) // run, caps.subgroup)
-    return {"LANES_PER_POSITION": lanes, "POSITIONS_IN_FLIGHT": 8 if 1 < rows <= SPLIT_ROWS else 4}
+    further = 1 < rows <= FAR_SEEING_ROWS and head_dim == run * lanes  # with one run a lane: more take the registers
+    return {"LANES_PER_POSITION": lanes, "POSITIONS_IN_FLIGHT": 8 if further else 4}
 
 
 def head_shares(s: Attention) -> int:
-    """Workgroups of attend_split that share the query heads of a KV head: several rows of a longer context keep the
-    cores busy, and read a key from memory once for each share. On an H200 (2026-11-17) a step of 8 sequences at a depth
-    of 160 takes 858 us instead of 888 (1B), one of 4 of 8B 3 % less."""
-    shares = 1
+    """Workgroups of attend_split that share the query heads of a KV head, of several rows that leave cores idle. On an
+    H200 (2026-11-17) a step of 8 sequences of 1B at a depth of 160 takes 863 us instead of 888, and 4 sequences of 8B
+    decode 4 % faster."""
+    shares, workgroups = 1, s.m * s.kv_heads * s.splits
     if s.m > 1 and s.bucket > 1:
-        while s.heads_per_kv % (2 * shares) == 0 and shares * s.m * s.kv_heads * s.splits <= ENOUGH_WORKGROUPS:
+        while s.heads_per_kv % (2 * shares) == 0 and 2 * shares * workgroups <= ENOUGH_WORKGROUPS:
             shares *= 2
     return shares
 
