@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import time
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -23,10 +24,12 @@ from llamagpu.engine.routes import Attention, Inputs, Linear, Prologue, RowWise
 from llamagpu.files.storage import Storage
 from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.dry_gpu import PlannedBuffer
+from llamagpu.gpu.recorder import Step
+from llamagpu.gpu.settle import BLOCK_RUNS
 from llamagpu.gpu.timing import Span
 from llamagpu.profile import html, report
 from llamagpu.profile.labels import inside, overlap, place_labels
-from llamagpu.profile.profile import DispatchTiming, Phase, Profile, ceilings, profile, totals, work
+from llamagpu.profile.profile import DispatchTiming, Phase, Profile, ceilings, profile, quickest, totals, work
 
 LAYERS, STEPS = 2, 3
 
@@ -63,6 +66,25 @@ def test_times(found: Profile) -> None:
         assert starts[0] == 0 and np.allclose(starts[1:], starts[:-1] + widths[:-1])  # no gap, no overlap
         assert phase.stamped_ns == pytest.approx(widths.sum()) and phase.plain_ns > 0
         assert all(0 < t.net_ns <= t.ns for t in phase.timings)
+
+
+def test_settles_by_the_clock_on_the_wall(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of a nanosecond on the GPU's clock is not run until seconds of these have passed."""
+    runs = 0
+
+    class QuickWatch:
+        def pass_ns(self, steps: list[Step]) -> float:
+            nonlocal runs
+            runs += 1
+            assert runs < 2000, "it does not end"
+            time.sleep(0.001)
+            return 1.0
+
+    monkeypatch.setattr(Gpu, "software", False)
+    monkeypatch.setattr("llamagpu.profile.profile.FRESH_S", 0.1)
+    steps = decode_steps(engine, 40, 1, engine.model.sample_plan(greedy=True))
+    assert quickest(engine, QuickWatch(), steps) == 1.0  # type: ignore[arg-type]
+    assert runs > 2 * BLOCK_RUNS
 
 
 def test_ops_and_layers(found: Profile, gpu: Gpu) -> None:
