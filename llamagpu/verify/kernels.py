@@ -9,7 +9,7 @@ import numpy as np
 
 from llamagpu.engine import baselines, routes
 from llamagpu.engine.kv_cache import head_values
-from llamagpu.engine.ops import AttentionBuffers, AttentionMode, Ops, Output, activation_parts
+from llamagpu.engine.ops import AttentionBuffers, AttentionMode, Ops, Output, Splits, activation_parts
 from llamagpu.engine.options import KvType
 from llamagpu.engine.pages import PAGE
 from llamagpu.engine.routes import Attention, Epilogue, GridSize, Inputs, Linear, Prologue, Route, RowWise, S
@@ -252,6 +252,7 @@ def norm_cases(gpu: Gpu) -> Iterator[Case]:
                 yield Case(route.kernel, f"width {width}, m {m}", partial(norm, gpu, route, width, m), bound)
     to_f16 = partial(norm, gpu, routes.NORM_BLOCKS[0], 576, 5, Inputs.F16)
     yield Case("rms_norm_blocks", "width 576, m 5, f16", to_f16, ROUNDED_F16)
+    yield Case("rms_norm_blocks", "width 576, m 5, 3 splits of x", partial(split_norm, gpu, 576, 5, 3), REQUANTISED)
     yield Case("rms_norm_plain", "width 576, m 5, with mul", partial(two_step_norm, gpu, 576, 5))
 
 
@@ -270,6 +271,21 @@ def norm(gpu: Gpu, route: Route[RowWise], width: int, m: int, blocks: Inputs = I
     if route in routes.NORM_BLOCKS:
         return read_values(gpu, y, m, width, blocks), want if blocks is Inputs.F16 else round_int8(want)
     return gpu.read(y, np.float32, x.size).reshape(x.shape), want
+
+
+def split_norm(gpu: Gpu, width: int, m: int, splits: int) -> Answer:
+    """Of x and the partial sums that a linear before it has left; x gets the sum."""
+    x, weight = norm_data(width, m)
+    parts = random("splits").standard_normal((splits, m, width)).astype(np.float32)
+    y, make = gpu.zeros(m * width * 4, "y"), Ops(gpu, step_buffer(gpu, m))
+    on_device = gpu.upload(x, "x"), gpu.upload(weight, "w")
+    left = Splits(gpu.upload(parts, "partial sums"), splits, m)
+    run(gpu, [make.rms_norm(*on_device, y, width, 1e-5, m, table=routes.NORM_BLOCKS, splits=left)], m)
+    total = x + parts.sum(axis=0, dtype=np.float64)
+    got = np.stack(
+        [read_values(gpu, y, m, width, Inputs.INT8), gpu.read(on_device[0], np.float32, x.size).reshape(x.shape)]
+    )
+    return got, np.stack([round_int8(reference.rms_norm(total, weight, 1e-5)), total])
 
 
 def two_step_norm(gpu: Gpu, width: int, m: int) -> Answer:
@@ -310,13 +326,10 @@ def attention_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
     rows = Attention(33, 4, 2, 96)
     yield Case("store_kv", "2 KV heads of 96, m 33 at 65", partial(store_kv, gpu, rows, 65), ROUNDED_Q8_0)
     for route in routes.ATTEND:
+        if route.kernel == "attend_split":
+            yield from split_attention_cases(gpu, route)
         for result in (Inputs.F32, Inputs.INT8):
             int8_out = result.blocks
-            if route.kernel == "attend_split":
-                shape, mode = Attention(1, 4, 2, 64, scale=0.125, splits=4), AttentionMode(KvType.F16, result)
-                if fits(route, shape, gpu.caps):
-                    compare, bound = partial(attend, gpu, route, shape, 200, mode), REQUANTISED if int8_out else F32
-                    yield Case("attend_merge", f"4 heads of 64 at 200, 4 splits, {result}", compare, bound)
             if route.kernel == "attend_int8":
                 mode = AttentionMode(KvType.F16, result)
                 heads, kv_heads, head_dim = HEADS[int8_out]  # few cases: software adapters take seconds to compile it
@@ -325,6 +338,17 @@ def attention_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
                     name = f"heads of {head_dim} in int8, m 33 at 65, {shape.splits} splits, {result}"
                     yield Case("attend_int8", name, partial(attend, gpu, route, shape, 65, mode), INT8_ATTENTION)
     yield from matrix_attention_cases(gpu, quick)
+
+
+def split_attention_cases(gpu: Gpu, route: Route[Attention]) -> Iterator[Case]:
+    """attend_split to every kind of result, itself and by attend_merge."""
+    shape = Attention(1, 4, 2, 64, scale=0.125)
+    if not fits(route, shape, gpu.caps):
+        return
+    for result, bound in ((Inputs.F32, F32), (Inputs.INT8, REQUANTISED), (Inputs.F16, ROUNDED_F16)):
+        for kernel, splits in (("attend_split", 1), ("attend_merge", 4)):
+            compare = partial(attend, gpu, route, replace(shape, splits=splits), 200, AttentionMode(KvType.F16, result))
+            yield Case(kernel, f"4 heads of 64 at 200, splits {splits}, {result}", compare, bound)
 
 
 def matrix_attention_cases(gpu: Gpu, quick: bool = False) -> Iterator[Case]:
