@@ -3,10 +3,16 @@
 import csv
 import io
 import json
+from itertools import chain, repeat
+from types import SimpleNamespace
 
 import pytest
 from test_bench import shared_gpu  # noqa: F401
 from test_cli import run  # noqa: F401
+
+from llamagpu.bench import parallel
+from llamagpu.bench.bench import BenchOptions
+from llamagpu.bench.cases import BenchCase
 
 pytestmark = pytest.mark.usefixtures("shared_gpu")
 ARGS = ("bench", "--synthetic", "tiny", "--parallel", "1,3", "-p", 9, "-n", 5, "-r", 1)
@@ -44,3 +50,23 @@ def test_csv_and_several_lengths(run):  # noqa: F811
 def test_refused(run, wrong):  # noqa: F811
     result = run(*ARGS, *wrong)
     assert result.code == 2 and not result.out and len(result.err.splitlines()) == 2
+
+
+def test_measured_after_the_times_have_settled(monkeypatch):
+    """A GPU that takes 0.4 s at first, then 0.1 s; and one that never takes the same time for long."""
+    engine = SimpleNamespace(gpu=SimpleNamespace(software=False, compile_seconds=0.0))
+    monkeypatch.setattr(parallel, "prompts_of", lambda *_: [])
+
+    def measured(seconds) -> dict:
+        monkeypatch.setattr(parallel, "run", lambda *_: parallel.Times(*[next(seconds) / 2] * 2))
+        case, options = BenchCase(64, 4, None, 0, 8, 4), BenchOptions(repetitions=2)
+        return parallel.measure(engine, case, 3, False, options, lambda *_: None) | {"model_type": "tiny"}
+
+    settled = measured(chain(repeat(0.4, 7), repeat(0.1)))
+    assert settled["t"] == pytest.approx(0.1) and settled["settled"] and settled["settle_ns"] > 3e9
+    falls = measured(0.5 * 0.97**i for i in range(1000))
+    assert falls["settled"] is False
+    first, second = parallel.told([settled, falls | {"pl": 5}])
+    assert first.startswith("tiny, 3 sequences: settled after 3.")
+    assert second.startswith("tiny, 5 sequences: not settled: after 1")
+    assert parallel.told([settled | {"settle_ns": 1e8}]) == []

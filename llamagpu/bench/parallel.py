@@ -5,13 +5,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
 from llamagpu import markdown
 from llamagpu.bench.bench import BenchOptions, case_facts, model_facts, open_for
 from llamagpu.bench.cases import BenchCase
-from llamagpu.bench.report import FORMATS, Row
+from llamagpu.bench.report import FORMATS, Row, settling_line
 from llamagpu.engine.engine import Engine
 from llamagpu.engine.load import Progress, Source, load_model
 from llamagpu.engine.options import EngineOptions
@@ -19,11 +20,12 @@ from llamagpu.engine.pages import PAGE
 from llamagpu.engine.sampler import Sampling
 from llamagpu.engine.scheduler import Request, Scheduler
 from llamagpu.gpu.device import Gpu, map_device_lost
+from llamagpu.gpu.settle import FRESH_COMPILE_S, FRESH_S, Settling
 
 COLUMNS = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
 FIELDS = (
     "build_commit", "model_filename", "model_type", "type_k", "pp", "tg", "pl", "is_pp_shared", "n_kv", "t_pp",
-    "speed_pp", "t_tg", "speed_tg", "t", "speed", "test_time", "adapter", "driver", "backend",
+    "speed_pp", "t_tg", "speed_tg", "t", "speed", "settled", "settle_ns", "test_time", "adapter", "driver", "backend",
     "wgpu_version", "kernel_set", "precision",
 )  # fmt: skip
 GREEDY = Sampling(temperature=0)
@@ -35,6 +37,10 @@ Starts = Callable[[int, int, int, int], None]  # gets PP, TG, B and the repetiti
 class Times:
     prompts_s: float  # until the first token of every sequence
     tokens_s: float  # from there to the last token of the last sequence
+
+    @property
+    def seconds(self) -> float:
+        return self.prompts_s + self.tokens_s
 
 
 def prompts_of(engine: Engine, tokens: int, count: int, shared: bool, seed: int) -> list[list[int]]:
@@ -73,7 +79,7 @@ def bench_parallel(
 ) -> list[Row]:
     """A row for each number of sequences. Of the repetitions the fastest counts, as in llama-batched-bench one run."""
     with map_device_lost(), closing(Gpu.open(options.device, max(widths))) as gpu:
-        prompt, new, most = case.n_prompt, case.n_gen, max(widths)
+        most = max(widths)
         asked = EngineOptions(
             context=case.tokens,
             chunk=case.n_ubatch or None,
@@ -84,21 +90,38 @@ def bench_parallel(
         )
         with closing(open_for(source, [case])) as opened:
             loaded = load_model(opened, asked, gpu=gpu, progress=progress)
-            facts, found = case_facts(model_facts(opened), loaded.engine, case), []
-            for width in widths:
-                runs = []
-                for repetition in range(options.repetitions + options.warmup):
-                    starts(prompt, new, width, repetition)
-                    runs.append(run(loaded.engine, prompts_of(loaded.engine, prompt, width, shared, repetition), new))
-                best = min(runs[options.warmup :], key=lambda times: times.prompts_s + times.tokens_s)
-                found.append(facts | row(prompt, new, width, shared, best))
-            return found
+            engine = loaded.engine
+            facts = case_facts(model_facts(opened), engine, case)
+            return [facts | measure(engine, case, width, shared, options, starts) for width in widths]
+
+
+def measure(engine: Engine, case: BenchCase, width: int, shared: bool, options: BenchOptions, starts: Starts) -> Row:
+    """Run the sequences to warm up, once or on a GPU until the times have settled, then `repetitions` times."""
+    gpu, prompt, new, numbers, settling = engine.gpu, case.n_prompt, case.n_gen, count(), Settling()
+
+    def once() -> Times:
+        number = next(numbers)
+        starts(prompt, new, width, number)
+        return run(engine, prompts_of(engine, prompt, width, shared, number), new)
+
+    if options.warmup:
+        compiled_s = gpu.compile_seconds
+        once()
+        settling.least_s = FRESH_S if gpu.compile_seconds - compiled_s > FRESH_COMPILE_S else 0.0
+        if not gpu.software:
+            settling.wait(lambda: once().seconds)
+    runs = [once() for _ in range(options.repetitions)]
+    while settling.settled is not None and not settling.accept([times.seconds for times in runs]):
+        settling.wait(lambda: once().seconds)
+        runs = [once() for _ in range(options.repetitions)]
+    best = min(runs, key=lambda times: times.seconds)
+    settled = {"settled": settling.settled, "settle_ns": round(settling.seconds * 1e9)}
+    return row(prompt, new, width, shared, best) | settled
 
 
 def row(prompt: int, new: int, width: int, shared: bool, times: Times) -> Row:
     computed = width + prompt - 1 if shared else width * prompt
     later = width * (new - 1)  # the first token of each comes with its prompt
-    total = times.prompts_s + times.tokens_s
     return {
         "test_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "pp": prompt,
@@ -110,8 +133,8 @@ def row(prompt: int, new: int, width: int, shared: bool, times: Times) -> Row:
         "speed_pp": computed / times.prompts_s,
         "t_tg": times.tokens_s,
         "speed_tg": later / times.tokens_s if later else 0.0,
-        "t": total,
-        "speed": (computed + width * new) / total,
+        "t": times.seconds,
+        "speed": (computed + width * new) / times.seconds,
     }
 
 
@@ -120,6 +143,11 @@ def written(rows: Items[Row], output: str) -> str:
         return markdown.table(COLUMNS, [cells(row) for row in rows])
     printer = FORMATS[output](FIELDS, FIELDS)
     return printer.header() + "".join(map(printer.row, rows)) + printer.footer()
+
+
+def told(rows: Items[Row]) -> list[str]:
+    """Lines for stderr about the waits for steady times."""
+    return [line for row in rows if (line := settling_line(f"{row['model_type']}, {row['pl']} sequences", row))]
 
 
 def cells(row: Row) -> list[str]:

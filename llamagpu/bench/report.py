@@ -236,8 +236,12 @@ def aside(row: Row) -> str:
 
 
 def settling(row: Row) -> str:
+    return settling_line(test_name(row), row)
+
+
+def settling_line(name: str, row: Row) -> str:
     """What to say about the wait for steady times; nothing where it was short."""
-    name, seconds = test_name(row), row["settle_ns"] / 1e9
+    seconds = row["settle_ns"] / 1e9
     if row["settled"] is False:
         return f"{name}: not settled: after {seconds:.1f} s of warm-up its times still drift; measure again"
     return f"{name}: settled after {seconds:.1f} s of warm-up" if row["settled"] and seconds > NOTICED_S else ""

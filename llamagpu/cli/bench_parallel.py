@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from llamagpu.cli.terminal import Usage, interruptible, progress_line, status_line, write
+from llamagpu.cli.terminal import Usage, interruptible, log, progress_line, status_line, write
 
 if TYPE_CHECKING:
     from llamagpu.bench.bench import BenchOptions
@@ -41,3 +41,5 @@ def parallel(
                 found += bench.bench_parallel(source, widths, case, shared, options, starts, loading)
         status_line("", quiet)
     write(bench.written(found, output))
+    if not quiet and (lines := bench.told(found)):
+        log("\n".join(lines))
