@@ -12,12 +12,12 @@ import httpx
 import pytest
 from gguf_builder import tiny_llama
 
-from llamagpu.errors import LlamaGpuError, NumericCheckFailed
+from llamagpu.errors import GrammarFailed, LlamaGpuError, NumericCheckFailed
 from llamagpu.llama import Generation, Llama
 from llamagpu.results import Timings, Token, Usage
 from llamagpu.serve.app import make_app
 from llamagpu.serve.engine_thread import EngineThread, Jobs, Update, arrive
-from llamagpu.serve.errors import ApiError, field_of
+from llamagpu.serve.errors import ApiError, as_api_error, field_of
 from llamagpu.serve.metrics import Histogram, Metrics
 from llamagpu.serve.options import ServeOptions
 from llamagpu.serve.state import Server
@@ -201,3 +201,13 @@ def test_histograms_and_names_of_fields() -> None:
         *[("_sum", 12.0), ("_count", 4)],
     ]
     assert field_of("top_p is 2") == "top_p" and field_of("the prompt is empty") is None
+
+
+def test_a_grammar_that_fails_later_names_its_field_only_if_that_is_known() -> None:
+    """`response_format`, `json_schema`, `grammar` or the schema of a tool."""
+    failed = GrammarFailed("the grammar cannot go on: too complex", "use a simpler grammar")
+    found = [as_api_error(failed, param).openai()["error"] for param in (None, "json_schema")]
+    assert [(error["param"], error["code"]) for error in found] == [
+        (None, "grammar_failed"),
+        ("json_schema", "grammar_failed"),
+    ]

@@ -66,7 +66,7 @@ def as_api_error(error: BaseException, param: str | None = None) -> ApiError:
     if isinstance(error, DeviceLost | WrongState):
         return ApiError(503, message, code="unavailable", retry_after=1)
     if isinstance(error, GrammarFailed):
-        return ApiError(400, message, param=param or "response_format", code="grammar_failed")
+        return ApiError(400, message, param=param, code="grammar_failed")
     if isinstance(error, BadArgument):
         return ApiError(400, message, param=param or field_of(error.cause))
     return ApiError(400, message, param=param) if param else ApiError(500, message)
