@@ -127,6 +127,16 @@ def test_results_belong_to_adapter_driver_and_kernels(info, monkeypatch):
     assert v.verified(info) is None
 
 
+def test_a_quick_run_does_not_replace_a_whole_one(info):
+    right, wrong = v.Check("k", "s", 0.0, 0.0, F32), v.Check("k", "s", 1.0, 1.0, F32)
+    v.save_results(info, [right], True, 1.0)
+    v.save_results(info, [right] * 9, False, 1.0)
+    v.save_results(info, [right], True, 1.0)
+    assert (v.verified(info).checks, v.verified(info).quick) == (9, False)
+    v.save_results(info, [wrong], True, 1.0)
+    assert v.verified(info).wrong == ["k s"]
+
+
 def test_damaged_results_are_no_results(info):
     v.save_results(info, [], False, 1.0)
     file = v.results_path(info)

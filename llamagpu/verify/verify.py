@@ -111,7 +111,12 @@ def results_path(info: AdapterInfo) -> Path:
 
 
 def save_results(info: AdapterInfo, checks: list[Check], quick: bool, seconds: float) -> None:
-    """Save the results. A cache that cannot be written is not an error."""
+    """Save the results. A cache that cannot be written is not an error.
+
+    A quick run that found nothing wrong says less than a whole one with the same kernels, which stays.
+    """
+    if quick and all(check.ok for check in checks) and (before := verified(info)) and not before.quick:
+        return
     results = Results(
         adapter=str(info["device"]),
         driver=str(info["description"]),
