@@ -66,7 +66,7 @@ def test_measured_after_the_times_have_settled(monkeypatch):
     assert settled["t"] == pytest.approx(0.1) and settled["settled"] and settled["settle_ns"] > 3e9
     falls = measured(0.5 * 0.97**i for i in range(1000))
     assert falls["settled"] is False
-    first, second = parallel.told([settled, falls | {"pl": 5}])
+    first, second = parallel.settling_lines([settled, falls | {"pl": 5}])
     assert first.startswith("tiny, 3 sequences: settled after 3.")
     assert second.startswith("tiny, 5 sequences: not settled: after 1")
-    assert parallel.told([settled | {"settle_ns": 1e8}]) == []
+    assert parallel.settling_lines([settled | {"settle_ns": 1e8}]) == []

@@ -202,6 +202,7 @@ def churn(scheduler: Scheduler, alone: Alone, rng: random.Random, count: int) ->
     prefixes = [[1], *([1, *(rng.randrange(3, 288) for _ in range(n))] for n in (20, 64, 130))]
     live: list[tuple[Wanted, Request]] = []
     done: Counter[str] = Counter()
+    scheduler.begins_early = len(scheduler.slots) % 2 == 1  # as on a GPU
     count_pauses(scheduler, done)
     while done["finished"] + done["cancelled"] < count:
         action = rng.random()

@@ -68,7 +68,7 @@ def test_times(found: Profile) -> None:
         assert all(0 < t.net_ns <= t.ns for t in phase.timings)
 
 
-def test_settles_by_the_clock_on_the_wall(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settles_by_wall_clock(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass of a nanosecond on the GPU's clock is not run until seconds of these have passed."""
     runs = 0
 

@@ -15,7 +15,8 @@ from test_company import GREEDY, Alone, Wanted, check_empty, finish, load, run
 from llamagpu import Grammar, Llama, Sampling
 from llamagpu.engine import scheduler as scheduling
 from llamagpu.engine.fair_lock import FairLock
-from llamagpu.engine.options import Backend
+from llamagpu.engine.load import load_model
+from llamagpu.engine.options import Backend, EngineOptions
 from llamagpu.engine.scheduler import Flight, Request, Scheduler, State
 from llamagpu.engine.sequence import Sequence
 from llamagpu.errors import BadArgument, DoesNotFit, GrammarFailed, NumericCheckFailed, Overloaded, WrongState
@@ -471,8 +472,15 @@ def test_a_prompt_cache_file_in_a_full_cache(path, gpu, tmp_path):
         assert llama.complete(saved, max_tokens=1).usage.cached_tokens == len(saved) - 1
 
 
-def fly(scheduler, *requests) -> list[int]:
-    """Submit them and run a step; the submissions behind it when the host has seen no token of it."""
+def early(engine) -> Scheduler:
+    """One that begins flights behind prompts, as on a GPU."""
+    scheduler = Scheduler(engine)
+    scheduler.begins_early = True
+    return scheduler
+
+
+def step(scheduler, *requests) -> list[int]:
+    """Submit them and run a step; how many submissions were behind it when the host had seen no token of it."""
     seen = []
     scheduler.while_computing = lambda: seen.append(len(scheduler.flight.pending) if scheduler.flight else 0)
     for request in requests:
@@ -485,26 +493,39 @@ def fly(scheduler, *requests) -> list[int]:
 @pytest.mark.parametrize("backend", Backend)
 def test_decode_begins_behind_the_prompts(path, gpu, backend):
     """Before the host knows their first tokens, one of which is a text's last."""
-    scheduler = Scheduler(load(path, gpu, backend, parallel=4, positions=1024).engine)
+    scheduler = early(load(path, gpu, backend, parallel=4, positions=1024).engine)
     lengths = (9, 1, 20)
     texts = [run(scheduler, Request([1, 5 + i], GREEDY, most)) for i, most in enumerate(lengths)]
     requests = [Request([1, 5 + i], GREEDY, most) for i, most in enumerate(lengths)]
-    assert fly(scheduler, *requests) == [2] and [len(r.new) for r in requests] == [1, 1, 1]
+    assert step(scheduler, *requests) == [2] and [len(r.new) for r in requests] == [1, 1, 1]
     assert requests[1].done and scheduler.flight.ended == [requests[1]]
     assert [finish(scheduler, request) for request in requests] == texts
     check_empty(scheduler)
 
 
-def test_nothing_flies_for_a_single_token(path, gpu):
+def test_a_software_adapter_waits_for_the_prompts(path, gpu):
     scheduler = Scheduler(load(path, gpu).engine)
-    assert fly(scheduler, Request([1, 2, 3], GREEDY, 1), Request([1, 2, 4], GREEDY, 1)) == [0]
+    assert step(scheduler, Request([1, 2, 3], GREEDY, 5)) == [0 if gpu.software else 2]
+
+
+def test_nothing_begins_early_for_a_single_token(path, gpu):
+    scheduler = early(load(path, gpu).engine)
+    assert step(scheduler, Request([1, 2, 3], GREEDY, 1), Request([1, 2, 4], GREEDY, 1)) == [0]
     assert not scheduler.running and not scheduler.flight
     check_empty(scheduler)
 
 
+def test_nothing_is_held_when_all_texts_end_with_their_first_token(path, gpu):
+    scheduler = early(load(path, gpu).engine)
+    slots = len(scheduler.slots)
+    request = Request([1, 2, 3], GREEDY, 9, is_end=lambda id: True)
+    assert step(scheduler, request)[0] == 2 and request.done
+    assert not scheduler.flight and len(scheduler.slots) == slots and not any(scheduler.engine.cache.pool.holders)
+
+
 def test_a_flight_begins_in_the_middle_of_a_page_and_at_its_end(path, gpu):
     """The sampling of the step before it looks up the cell of each sequence's next position."""
-    scheduler = Scheduler(load(path, gpu, parallel=2, positions=1024, chunk=16).engine)
+    scheduler = early(load(path, gpu, parallel=2, positions=1024, chunk=16).engine)
     for length in range(46, 62):
         prompts = [1, *range(3, 2 + length)], [1, *range(100, 190), length]  # the second one in 7 steps
         texts = [run(scheduler, Request(prompt, GREEDY, 24, cache_prompt=False)) for prompt in prompts]
@@ -513,35 +534,77 @@ def test_a_flight_begins_in_the_middle_of_a_page_and_at_its_end(path, gpu):
         scheduler.next_token(talker)
         scheduler.submit(joins)
         while not joins.new:
-            seen = fly(scheduler)
+            seen = step(scheduler)
         assert seen == [2] and scheduler.flight
         assert [finish(scheduler, talker), finish(scheduler, joins)] == texts, length
     check_empty(scheduler)
 
 
 @pytest.mark.parametrize("why", ["progress", "only the prompt", "somebody joins"])
-def test_who_does_not_fly(path, gpu, why):
-    scheduler = Scheduler(load(path, gpu).engine)
+def test_who_does_not_begin_early(path, gpu, why):
+    scheduler = early(load(path, gpu).engine)
     prompt = [1, *range(3, 100)]
     requests = [Request(prompt, GREEDY, 0 if why == "only the prompt" else 5)]
     if why == "progress":
         requests[0].progress = lambda done, total: None
     if why == "somebody joins":  # when the first one's pages can be shared
         requests.append(Request([*prompt, 5], GREEDY, 5))
-    assert fly(scheduler, *requests) == [0] and not scheduler.flight
+    assert step(scheduler, *requests) == [0] and not scheduler.flight
     for request in requests:
         finish(scheduler, request)
     check_empty(scheduler)
 
 
 def test_a_flight_behind_wrong_numbers_is_dropped(path, gpu, monkeypatch):
-    scheduler = Scheduler(load(path, gpu).engine)
+    scheduler = early(load(path, gpu).engine)
     text = run(scheduler, Request([1, 2, 3], GREEDY, 8))
     differs = iter([True])
     monkeypatch.setattr(scheduler.engine, "subgroups_differ", lambda: next(differs, False))
     request = Request([1, 2, 3], GREEDY, 8, cache_prompt=False)
-    assert fly(scheduler, request) == [2] and not scheduler.flight and not request.new
+    assert step(scheduler, request) == [2] and not scheduler.flight and not request.new
     assert finish(scheduler, request) == text
+    check_empty(scheduler)
+
+
+@pytest.mark.parametrize("begins_early", [False, True])
+def test_prompts_in_a_kv_cache_that_was_built_anew(path, gpu, begins_early):
+    """Kernels found other subgroups than they were made for: model and cache are new, and nobody has pages."""
+    prompts = [[1, *range(3, 73)], [1, *range(80, 150)], [1, 2, 3]]
+    alone = Scheduler(load(path, gpu).engine)
+    texts = [run(alone, Request(prompt, GREEDY, 8)) for prompt in prompts]
+    scheduler = Scheduler(load(path, gpu).engine)
+    scheduler.begins_early = begins_early
+    scheduler.engine.model.lanes = 999
+    requests = [Request(prompt, GREEDY, 8) for prompt in prompts]
+    step(scheduler, *requests)
+    assert scheduler.engine.model.lanes != 999 and not any(request.new for request in requests)
+    assert [finish(scheduler, request) for request in requests] == texts
+    check_empty(scheduler)
+
+
+def test_interrupted_before_the_first_token(path, gpu, monkeypatch):
+    """The state says that it decodes, and there is no token that it could go on from."""
+    scheduler = early(load(path, gpu).engine)
+    sampling = replace(GREEDY, repeat_penalty=1.3)
+    text = run(scheduler, Request([1, 2, 3], sampling, 8, logprobs=2))
+
+    def interrupt(request, words):
+        raise KeyboardInterrupt
+
+    request = Request([1, 2, 3], sampling, 8, logprobs=2)
+    monkeypatch.setattr(scheduler, "_take", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step(scheduler, request)
+    monkeypatch.undo()
+    assert request.state is State.PROMPT and finish(scheduler, request) == text and len(request.scores) == 8
+    check_empty(scheduler)
+
+
+def test_a_cache_smaller_than_the_context(path, gpu):
+    """A text ends where the cache does, and steps ahead go no further."""
+    options = EngineOptions(context=256, kv_positions=128, parallel=2)
+    scheduler = early(load_model(path, options, gpu=gpu).engine)
+    assert len(run(scheduler, Request([1, 2, 3], GREEDY))) == 128 - 3 + 1
     check_empty(scheduler)
 
 

@@ -145,7 +145,7 @@ def written(rows: Items[Row], output: str) -> str:
     return printer.header() + "".join(map(printer.row, rows)) + printer.footer()
 
 
-def told(rows: Items[Row]) -> list[str]:
+def settling_lines(rows: Items[Row]) -> list[str]:
     """Lines for stderr about the waits for steady times."""
     return [line for row in rows if (line := settling_line(f"{row['model_type']}, {row['pl']} sequences", row))]
 

@@ -41,5 +41,5 @@ def parallel(
                 found += bench.bench_parallel(source, widths, case, shared, options, starts, loading)
         status_line("", quiet)
     write(bench.written(found, output))
-    if not quiet and (lines := bench.told(found)):
+    if not quiet and (lines := bench.settling_lines(found)):
         log("\n".join(lines))

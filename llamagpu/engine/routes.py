@@ -988,7 +988,7 @@ EMBED: Table[Linear] = (
 # Attention
 
 SPLIT_ROWS, SPLIT_ROWS_F32 = 8, 64  # up to so many rows attend_split runs at any depth, with int8 and without
-FAR_SEEING_ROWS = 8  # up to so many, but not one alone, it has 8 positions in flight
+DEEP_PREFETCH_ROWS = 8  # up to so many, but not one alone, it has 8 positions in flight
 FEW_SCORES = 12288  # rows x positions up to which it is the fastest for more rows, too
 TILE_ROWS = 17  # fewest rows of attend_tile
 LARGE_TILE_ROWS = 257  # fewest rows of attend_int8's large tiles
@@ -1229,7 +1229,7 @@ def position_lanes(head_dim: int, run: int, caps: Caps, rows: int = 1) -> dict[s
     others; for 16 rows they cost 3 %, for one 1 to 5 %.
     """
     lanes = min(max(gcd(head_dim, 256), 64) // run, caps.subgroup)
-    further = 1 < rows <= FAR_SEEING_ROWS and head_dim == run * lanes  # with one run a lane: more take the registers
+    further = 1 < rows <= DEEP_PREFETCH_ROWS and head_dim == run * lanes  # with one run a lane: more take the registers
     return {"LANES_PER_POSITION": lanes, "POSITIONS_IN_FLIGHT": 8 if further else 4}
 
 

@@ -160,6 +160,8 @@ class Scheduler:
         self.running: list[Request] = []  # the oldest first; each has a slot
         self.slots = list(range(min(engine.settings.slots, MAX_SEGMENTS) - 1, -1, -1))  # free ones
         self.flight: Flight | None = None
+        # whether a flight may begin behind prompts; a software adapter takes no more work before the step has ended
+        self.begins_early = not engine.gpu.software
         self.row_s = 0.0  # seconds for a prompt row, as measured last
         self.prompts_at = 0.0  # when the last prompt rows were computed
         self.while_computing: Callable[[], None] = lambda: None  # called while the device computes a step
@@ -253,6 +255,9 @@ class Scheduler:
         """A Ctrl-C may have come between the rows of a step and their tokens: these rows are computed again."""
         for request in self.running:
             request.configured = None  # the device may count tokens that nobody got
+            del request.scores[len(request.new) :]
+            if request.state is State.DECODE and not request.new:
+                request.state = State.PROMPT
             sure = len(request.prompt) - 1 if request.state is State.PROMPT else len(request.computed)
             request.sequence.truncate(sure)
 
@@ -378,14 +383,14 @@ class Scheduler:
         segments += [Segment(r.sequence.slot, len(r.sequence), piece) for r, piece in prompts]
         unfinished = bool(prompts) and segments[-1].position + len(segments[-1].tokens) < len(requests[-1].prompt)
         sampled = requests[:-1] if unfinished else requests  # only the last prompt can be unfinished
-        flies = bool(prompts) and not unfinished and self._may_fly(requests)
+        early = bool(prompts) and not unfinished and self._may_begin_early(requests)
         began, compiled = time.perf_counter(), self.engine.gpu.compile_seconds
         pending = self._run(segments, sampled)
         for request, segment in zip(requests, segments, strict=True):
             request.sequence.ids += segment.tokens
             self.engine.unchecked.add(request.sequence)
-        if flies:
-            self._fly(requests)
+        if early:
+            self._begin_early(requests)
         self.while_computing()
         if pending is None:
             for request, _ in prompts:
@@ -408,6 +413,8 @@ class Scheduler:
         for i, request in enumerate(sampled):
             if request.state is State.PROMPT or (not request.plain and not request.done):
                 self._deliver(request, i, words)
+        if not self.running:
+            self._land()
 
     def _rows_with_room(self) -> list[Request]:
         """The decoding requests, each with a page for its next position; those without are paused or end."""
@@ -459,7 +466,8 @@ class Scheduler:
             submit(steps)  # the device computes the logits while the host makes the masks
             steps = []
             self._write_masks(sampled)
-        steps.append(Step(self._sample_plan(sampled, len(segments)), rows, position))
+        checked = any(r.state is State.PROMPT for r in sampled)
+        steps.append(Step(self._sample_plan(sampled, len(segments), checked), rows, position))
         return submit(steps, *self._results(sampled))
 
     def _write_masks(self, requests: list[Request]) -> None:
@@ -472,14 +480,14 @@ class Scheduler:
                 if r.masked and r.mask is not None:
                     self.engine.model.sampler.write_mask(r.sequence.slot, r.mask)
 
-    def _sample_plan(self, requests: list[Request], segments: int) -> Plan:
+    def _sample_plan(self, requests: list[Request], segments: int, checked: bool = False) -> Plan:
         return self.engine.model.sample_plan(
             all(r.on_device.greedy for r in requests),
             segments,
             masked=any(r.masked for r in requests),
             logprobs=any(r.scored for r in requests),
             sampled=len(requests),
-            checked=any(r.state is State.PROMPT for r in requests),
+            checked=checked,
         )
 
     def _results(self, requests: list[Request]) -> list[AnyBuffer]:
@@ -587,17 +595,17 @@ class Scheduler:
 
     # Steps ahead: nothing but decode, sampled on the device
 
-    def _may_fly(self, requests: list[Request]) -> bool:
+    def _may_begin_early(self, requests: list[Request]) -> bool:
         """Whether decode steps can follow the next step, which ends the prompts of these requests, at once: nobody else
         runs or is about to join, the host is needed for none, and each has a page for the token after the next."""
         joins = self.waiting and self.slots and not self._few_wait()
         waits = any(r.steps_alone or r.progress or r.max_tokens == 0 for r in requests)
-        if joins or waits or len(requests) < len(self.running):
+        if not self.begins_early or joins or waits or len(requests) < len(self.running):
             return False
         decoding = (r for r in requests if r.state is State.DECODE)  # prompts have it
         return all(self.engine.cache.reserve(r.sequence, self._beyond(len(r.sequence) + 1)) for r in decoding)
 
-    def _fly(self, requests: list[Request]) -> None:
+    def _begin_early(self, requests: list[Request]) -> None:
         """Decode steps behind the step that was just submitted, whose sampling writes their first rows."""
         flight = Flight(list(requests), [len(r.sequence) for r in requests], first=False, unread=1)
         while len(flight.pending) < SUBMISSIONS_IN_FLIGHT - 1 and (count := self._ahead(flight)):
@@ -640,7 +648,7 @@ class Scheduler:
         lefts = sorted(r.left(context) for r in self.running)
         until_narrow = (len(flight.requests) - 1) // 2 - len(flight.ended)  # how many may end before the last step
         wanted = lefts[max(0, until_narrow)] - submitted if lefts else 0
-        fitting = min(context - position for position in flight.positions)
+        fitting = min(self.engine.cache.positions - position for position in flight.positions)
         count = min(self.engine.tokens_per_submit, flight.most, wanted, fitting)
         if count <= 0:
             return 0
@@ -719,6 +727,9 @@ class Scheduler:
             request.sequence.truncate(len(request.sequence) - len(segment.tokens))
         self.engine.unchecked.update(r.sequence for r in requests if r.state is not State.DONE)
         self.engine.check()
+        for request in [r for r in self.running if r.state is State.PROMPT]:  # in a new KV cache they have no pages
+            if not self.engine.cache.reserve(request.sequence, self._beyond(len(request.prompt))):
+                self._pause(request)
 
 
 def byte_reader(pieces: Iterable[NDArray[np.uint8]]) -> Callable[[int], NDArray[np.uint8]]:

@@ -192,7 +192,7 @@ def quickest(engine: Engine, watch: Stopwatch, steps: list[Step]) -> float:
         rewind(engine, steps[0])
         return watch.pass_ns(steps)
 
-    def seconds() -> float:  # by the clock on the wall: of a small model the GPU has little to do
+    def seconds() -> float:  # by wall clock: of a small model the GPU has little to do
         began = time.perf_counter()
         run()
         return time.perf_counter() - began

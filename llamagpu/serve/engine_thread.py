@@ -288,9 +288,9 @@ class EngineThread:
             self._calls.popleft()()
         if self._has_work():
             assert self.llama is not None
-            began = time.perf_counter()
+            began, state = time.perf_counter(), "decode_ahead" if self.llama.scheduler.flight else "mixed_step"
             self._step()
-            self._spent("decode_ahead" if self.llama.scheduler.flight else "mixed_step", began)
+            self._spent(state, began)
             if not self.llama.scheduler.running:  # the device computes nothing
                 self._hand_over()
 
