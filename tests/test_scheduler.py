@@ -600,6 +600,28 @@ def test_interrupted_before_the_first_token(path, gpu, monkeypatch):
     check_empty(scheduler)
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])  # whose tokens are taken together, or each by itself
+def test_interrupted_between_the_last_token_and_the_end(path, gpu, monkeypatch, logprobs):
+    scheduler = Scheduler(load(path, gpu).engine)
+    text = run(scheduler, Request([1, 2, 3], GREEDY, 30))
+    last = text[9]
+    end = text.index(last) + 1
+    request = Request([1, 2, 3], GREEDY, 30, is_end=lambda id: id == last, logprobs=logprobs)
+    interrupts, finish_request = iter([KeyboardInterrupt]), scheduler._finish
+
+    def interrupted(request, error=None):
+        for signal_ in interrupts:
+            raise signal_
+        finish_request(request, error)
+
+    monkeypatch.setattr(scheduler, "_finish", interrupted)
+    scheduler.submit(request)
+    with pytest.raises(KeyboardInterrupt):
+        finish(scheduler, request)
+    assert finish(scheduler, request) == text[:end] and request.done
+    check_empty(scheduler)
+
+
 def test_a_cache_smaller_than_the_context(path, gpu):
     """A text ends where the cache does, and steps ahead go no further."""
     options = EngineOptions(context=256, kv_positions=128, parallel=2)

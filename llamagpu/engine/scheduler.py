@@ -252,14 +252,17 @@ class Scheduler:
             self._mixed_step()
 
     def _rewind(self) -> None:
-        """A Ctrl-C may have come between the rows of a step and their tokens: these rows are computed again."""
-        for request in self.running:
+        """A Ctrl-C may have come between the rows of a step and their tokens: these rows are computed again. Or between
+        a text's last token and its end."""
+        for request in list(self.running):
             request.configured = None  # the device may count tokens that nobody got
             del request.scores[len(request.new) :]
             if request.state is State.DECODE and not request.new:
                 request.state = State.PROMPT
             sure = len(request.prompt) - 1 if request.state is State.PROMPT else len(request.computed)
             request.sequence.truncate(sure)
+            if request.new and self._is_complete(request):
+                self._finish(request)
 
     def _steady(self) -> bool:
         """Whether all running requests decode, need no host between steps, and are in flight, if any are."""
@@ -590,8 +593,12 @@ class Scheduler:
             if request.matcher.stopped:
                 request.matched = len(request.new) + 1
         request.new.append(token)
-        if request.matched or request.is_end(token) or request.left(self.engine.settings.context) <= 0:
+        if self._is_complete(request):
             self._finish(request)
+
+    def _is_complete(self, request: Request) -> bool:
+        """Whether its last token ends the text."""
+        return bool(request.matched) or request.is_end(request.last) or request.left(self.engine.settings.context) <= 0
 
     # Steps ahead: nothing but decode, sampled on the device
 
