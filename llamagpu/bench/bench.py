@@ -41,7 +41,7 @@ from llamagpu.engine.synthetic import SyntheticFile
 from llamagpu.engine.weights import Weights
 from llamagpu.files.gguf_file import BLOCKS
 from llamagpu.gpu.device import Gpu, map_device_lost
-from llamagpu.gpu.settle import FRESH_COMPILE_S, FRESH_S, Settling
+from llamagpu.gpu.settle import Settling
 from llamagpu.gpu.timing import Span, TimedRecorder, busy_ns, copy_bandwidth, wait_idle
 from llamagpu.verify.verify import kernel_set
 
@@ -242,15 +242,12 @@ def measure(engine: Engine, case: BenchCase, options: BenchOptions, monitor: Mon
     settling = Settling()
     if options.warmup:
         run(most, "warm-up")
-        settling.least_s = FRESH_S if gpu.compile_seconds - compiled_s > FRESH_COMPILE_S else 0.0
+        settling.compiled(gpu.compile_seconds - compiled_s)
         if not gpu.software:
             settling.wait(lambda: run(most, "warm-up"))
         if ids:
             run(1, "warm-up")
-    samples = repeat()
-    while settling.settled is not None and not settling.accept(samples.wall_s):
-        settling.wait(lambda: run(most, "warm-up"))
-        samples = repeat()
+    samples = settling.repeat(lambda: run(most, "warm-up"), repeat, lambda samples: samples.wall_s)
     samples.first_token_s = [run(1, "first token") for _ in range(first_tokens)]
     recorder.take_spans()
     engine.discard(sequence)

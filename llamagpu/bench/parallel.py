@@ -20,7 +20,7 @@ from llamagpu.engine.pages import PAGE
 from llamagpu.engine.sampler import Sampling
 from llamagpu.engine.scheduler import Request, Scheduler
 from llamagpu.gpu.device import Gpu, map_device_lost
-from llamagpu.gpu.settle import FRESH_COMPILE_S, FRESH_S, Settling
+from llamagpu.gpu.settle import Settling
 
 COLUMNS = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
 FIELDS = (
@@ -104,16 +104,18 @@ def measure(engine: Engine, case: BenchCase, width: int, shared: bool, options: 
         starts(prompt, new, width, number)
         return run(engine, prompts_of(engine, prompt, width, shared, number), new)
 
+    def seconds() -> float:
+        return once().seconds
+
     if options.warmup:
         compiled_s = gpu.compile_seconds
         once()
-        settling.least_s = FRESH_S if gpu.compile_seconds - compiled_s > FRESH_COMPILE_S else 0.0
+        settling.compiled(gpu.compile_seconds - compiled_s)
         if not gpu.software:
-            settling.wait(lambda: once().seconds)
-    runs = [once() for _ in range(options.repetitions)]
-    while settling.settled is not None and not settling.accept([times.seconds for times in runs]):
-        settling.wait(lambda: once().seconds)
-        runs = [once() for _ in range(options.repetitions)]
+            settling.wait(seconds)
+    runs = settling.repeat(
+        seconds, lambda: [once() for _ in range(options.repetitions)], lambda runs: [times.seconds for times in runs]
+    )
     best = min(runs, key=lambda times: times.seconds)
     settled = {"settled": settling.settled, "settle_ns": round(settling.seconds * 1e9)}
     return row(prompt, new, width, shared, best) | settled

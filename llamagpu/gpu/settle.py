@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 LIMIT_S = 10.0  # longest wait for one case
 BLOCK_S = 0.3  # of runs that are compared with those before: two blocks are what a GPU takes to raise its clocks
@@ -31,6 +34,10 @@ class Settling:
         self.seconds = 0.0
         self.last: list[float] = []  # block of runs
 
+    def compiled(self, seconds: float) -> None:
+        """The first run has compiled for so long: fresh kernels have a least wait."""
+        self.least_s = FRESH_S if seconds > FRESH_COMPILE_S else 0.0
+
     def wait(self, run: Callable[[], float]) -> None:
         """Run, which returns its seconds, until two blocks of runs in succession do not drift, or the limit is over."""
         self.last = self._block(run)
@@ -48,6 +55,14 @@ class Settling:
         self.settled = False
         self.seconds += sum(times)
         return self.over
+
+    def repeat(self, run: Callable[[], float], repeat: Callable[[], T], times: Callable[[T], Items[float]]) -> T:
+        """What `repeat` finds, after more runs and once more where its times do not count."""
+        found = repeat()
+        while self.settled is not None and not self.accept(times(found)):
+            self.wait(run)
+            found = repeat()
+        return found
 
     @property
     def over(self) -> bool:
