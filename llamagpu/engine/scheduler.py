@@ -261,8 +261,9 @@ class Scheduler:
                 request.state = State.PROMPT
             sure = len(request.prompt) - 1 if request.state is State.PROMPT else len(request.computed)
             request.sequence.truncate(sure)
-            if request.new and self._is_complete(request):
-                self._finish(request)
+            with self._ends_alone(request):
+                if request.new and self._is_complete(request):
+                    self._finish(request)
 
     def _steady(self) -> bool:
         """Whether all running requests decode, need no host between steps, and are in flight, if any are."""
@@ -314,6 +315,7 @@ class Scheduler:
         return time.perf_counter() - self.prompts_at < JOIN_S and self._few_wait()
 
     def _few_wait(self) -> bool:
+        """Whether those who wait are few beside many that run."""
         rows, ended = (len(self.flight.requests), len(self.flight.ended)) if self.flight else (len(self.running), 0)
         many = 2 * min(len(self.waiting), len(self.slots) + ended) >= rows - ended
         return not many and rows >= MIN_JOINED
