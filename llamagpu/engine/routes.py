@@ -1226,7 +1226,7 @@ def position_lanes(head_dim: int, run: int, caps: Caps, rows: int = 1) -> dict[s
     On an H200 (2026-11-15) 16 lanes save 3 to 4 % of 3B's and 8B's token, 4 positions 4 % of 1B's at a depth of 4096
     (and cost 1 % of it at none). 32 lanes save 4 to 6 % of a token of Gemma 3, with heads of 256 (2026-11-17). For a
     few rows 8 positions save 10 to 12 % of a fused step (1B 4 rows 679 to 596 us, 8B 2 rows 2083 to 1874) and 1 % of
-    others; for 16 rows they cost 3 %, for one 1 to 5 %.
+    others; they cost 3 % of 16 rows, and of one row 1 % (8B) to 5 % (1B, Dawn).
     """
     lanes = min(max(gcd(head_dim, 256), 64) // run, caps.subgroup)
     further = 1 < rows <= DEEP_PREFETCH_ROWS and head_dim == run * lanes  # with one run a lane: more take the registers
