@@ -655,15 +655,16 @@ def test_kernels_notice_subgroups_of_another_size(tmp_path, caplog, backend):
     check_against_reference(run, path)
 
 
-def on_matrix_units(gpu, path, ffn, rows):
+def on_matrix_units(gpu, path, ffn, rows, precision=Precision.FAST, kv_type=KvType.F16):
     """A prompt on matrices that need no subgroups of 32: logits, those of float64 with an int8 output head, kernels."""
     shape = {"dim": 128, "heads": 2, "kv_heads": 1, "head_dim": 64, "ffn": ffn, "layers": 2}
     tiny_llama(path, ggml_type="Q4_0", **shape)
     run, ids = (
-        load_one(gpu, path, context=128, chunk=128, precision=Precision.FAST, kv_type=KvType.F16),
+        load_one(gpu, path, context=128, chunk=128, precision=precision, kv_type=kv_type),
         token_ids(rows),
     )
-    want = Reference(GgufFile(path), kv_type=KvType.F16, int8_decode=True).forward(ids)[-1]
+    int8 = precision is Precision.FAST
+    want = Reference(GgufFile(path), kv_type=kv_type, int8_decode=int8).forward(ids)[-1]
     linears = [d for d in run.model.plan(rows).dispatches if d.kernel.startswith("linear_") and d.layer is not None]
     return run.logits_after(ids), want, [d.kernel for d in linears]
 
@@ -674,6 +675,15 @@ def test_a_prompt_on_matrix_units(matrix_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(caps.Caps, "matrices", True)
     got, want, kernels = on_matrix_units(matrix_gpu, tmp_path / "m.gguf", 192, 70)
     assert_close(got, want, *F16_BLOCKS)
+    assert set(kernels) == {"linear_matrix"}
+
+
+@pytest.mark.parametrize("matrix", ["16x16"])
+def test_f32_inputs_on_matrix_units(matrix_gpu, tmp_path, monkeypatch):
+    """`high`: numbers of two f16 each are as good as f32."""
+    monkeypatch.setattr(caps.Caps, "matrices", True)
+    got, want, kernels = on_matrix_units(matrix_gpu, tmp_path / "m.gguf", 192, 70, Precision.HIGH, KvType.F32)
+    assert_close(got, want, *F32)
     assert set(kernels) == {"linear_matrix"}
 
 

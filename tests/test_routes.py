@@ -139,6 +139,20 @@ def test_matrix_units(m, n, k, storage, kernel):
             assert routes.block_inputs([given], lacking) is Inputs.INT8
 
 
+def test_f32_inputs_on_matrix_units():
+    """In two f16 each, where many tokens pay for it and the results need no workgroup."""
+    units = replace(GPU, matrix="16x16", shared_bytes=49152)
+    many = Linear(512, 16384, 2048, 32, Q4)
+    for memory in (49152, 32768):
+        route = select(routes.LINEAR, many, replace(units, shared_bytes=memory))
+        assert (route.kernel, route.consts["TERMS"]) == ("linear_matrix", 3)
+        assert routes.matrix_tile_bytes(route.consts) <= memory
+    assert select(routes.LINEAR, replace(many, n=2048, k=8192), units).consts["GRID_SPLIT"] == 2
+    for other in (replace(many, m=64), replace(many, k=2080), replace(many, storage=Storage.BF16, group=2048)):
+        assert select(routes.LINEAR, other, units).kernel == "linear_gemm"
+    assert select(routes.LINEAR, many, GPU).kernel == "linear_gemm"
+
+
 def test_results_in_int8_blocks_are_not_split():
     shape = Linear(64, 2048, 8192, 32, Q4, Inputs.INT8, epilogue=Epilogue.GLU_BLOCKS)
     assert select(routes.LINEAR, shape, GPU).grid(shape, {"TILE_N": 64, "TILE_M": 64}, GPU, 64, 0) == (32, 1, 1)

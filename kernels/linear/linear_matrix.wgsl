@@ -1,22 +1,23 @@
-// y[m, N] = x[m, K] @ W[N, K]^T, many tokens, or a few and a large W, x as f16 blocks: GEMM on subgroup matrices, f16 with f32 sums.
+// y[m, N] = x[m, K] @ W[N, K]^T, many tokens, or a few and a large W: GEMM on subgroup matrices, f16 with f32 sums.
 // A workgroup computes a tile of TILE_M tokens x TILE_N rows, a subgroup 16 * DOWN x 64 of it. The sums are 16 variables with
 // names: drivers keep an array of matrices in memory, six times slower on an H200, and a struct of them 15 % slower. In an
-// iteration 64 k of x and of W go to workgroup memory, W as f16 times its scales; the next iteration's loads are in flight
-// meanwhile. Small tiles have TEAMS subgroups for the same sums, which take their shares of these 64 k. Results leave through
-// workgroup memory, a strip of 16 tokens x 64 rows at a time. Where tiles do not fill a GPU, GRID_SPLIT workgroups share one,
-// and linear_sum adds up what they store.
-// Needs subgroups of 32 and f16 matrices of 16 x 16 x 16 (matrix_* makes them of smaller ones), DOWN 1, 2 or 4,
-// TEAMS 1, 2 or 4, TILE_N % 64 == 0, WORKGROUP = 32 * TEAMS * TILE_M / (16 * DOWN) * TILE_N / 64, EPILOGUE_LANES 32, TOKENS 16,
-// K % 64 == 0, GROUP % 32 == 0 or GROUP == 16. A ragged m or N is clamped on load and guarded on store.
-// Parts: f16, matrix_*, half2, scales, halves_*, epilogue_*.
+// iteration TILE_K k of x and of W go to workgroup memory as f16; the next iteration's loads are in flight meanwhile. With
+// TERMS 3 every number is the sum of two f16, hi + lo, and a product hi * hi + lo * hi + hi * lo. Small tiles have TEAMS
+// subgroups for the same sums, which take their shares of these k. Results leave through workgroup memory, a strip of 16
+// tokens x 64 rows at a time. Where tiles do not fill a GPU, GRID_SPLIT workgroups share one, and linear_sum adds up what
+// they store.
+// Needs subgroups of 32 and f16 matrices of 16 x 16 x 16 (matrix_* makes them of smaller ones), DOWN 1, 2 or 4, TEAMS 1 or 2,
+// TILE_N % 64 == 0, WORKGROUP = 32 * TEAMS * TILE_M / (16 * DOWN) * TILE_N / 64, EPILOGUE_LANES 32, TOKENS 16, K % 64 == 0.
+// A ragged m or N is clamped on load and guarded on store.
+// Parts: f16, matrix_*, tile_* with what it needs, epilogue_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const K: u32 = 64u;
 const N: u32 = 4u;
-const GROUP: u32 = 32u;
-const HAS_OFFSET: bool = false;
 const TILE_M: u32 = 128u;
 const TILE_N: u32 = 128u;
+const TILE_K: u32 = 64u;                                // see tile_*
+const TERMS: u32 = 1u;                                  // 1 or 3
 const DOWN: u32 = 4u;                                   // strips of a subgroup
 const TEAMS: u32 = 1u;
 const WORKGROUP: u32 = 128u;
@@ -24,29 +25,20 @@ const EPILOGUE_LANES: u32 = 32u;                        // invocations that shar
 const TOKENS: u32 = 16u;
 const GRID_SPLIT: u32 = 1u;                             // workgroups that share a tile
 const SPLIT_ROWS: u32 = 0u;                             // token rows of a split's results
-const PITCH: u32 = 9u;                                  // vec4s of a token's or row's 64 k, one of them padding
+const PITCH: u32 = TILE_K / 8u + 1u;                    // vec4s of a token's or row's k, one of them padding
+const X_PLANE: u32 = TILE_M * PITCH;                    // vec4s of hi, before lo
+const W_PLANE: u32 = TILE_N * PITCH;
+const PLANES: u32 = select(1u, 2u, TERMS == 3u);
 const STRIP_PITCH: u32 = 17u;                           // vec4s of a token's 64 sums, one of them padding
 const STRIP: u32 = 16u * STRIP_PITCH;
-const X_LOADS: u32 = (8u * TILE_M + WORKGROUP - 1u) / WORKGROUP;  // vec4s that an invocation loads in an iteration
-const W_LOADS: u32 = (2u * TILE_N + WORKGROUP - 1u) / WORKGROUP;  // blocks of 32 k
-const X_UNIT: f32 = 16.0;                               // blocks_f16 divides inputs by it, weights are multiplied by W_UNIT:
+const X_UNIT: f32 = 16.0;                               // inputs are divided by it, weights multiplied by W_UNIT:
 const W_UNIT: f32 = 16.0;                               // both stay in the range of f16
 alias Left = subgroup_matrix_left<f16, 16, 16>;
 alias Right = subgroup_matrix_right<f16, 16, 16>;
 alias Result = subgroup_matrix_result<f32, 16, 16>;
-struct Loads {  // an invocation's loads of one iteration: all are issued before the first is used
-  x: array<vec4<u32>, X_LOADS>,
-  w: array<Raw, W_LOADS>,
-  w_scale: array<vec4<f32>, W_LOADS>,  // (scale, offset) of the first and of the second 16 k
-}
-struct Sources {  // where an invocation's loads begin
-  x: array<u32, X_LOADS>,
-  w_row: array<u32, W_LOADS>,
-}
-@group(0) @binding(5) var<storage, read> x: array<vec4<u32>>;  // f16 blocks [m][K/32][4], see blocks_f16
 @group(0) @binding(8) var<uniform> step: Step;
-var<workgroup> x_tile: array<vec4<u32>, TILE_M * PITCH>;  // f16 [token][64 k]
-var<workgroup> w_tile: array<vec4<u32>, max(TILE_N * PITCH, WORKGROUP / 32u * STRIP)>;  // [row][64 k]; at the end a strip of each subgroup
+var<workgroup> x_tile: array<vec4<u32>, PLANES * X_PLANE>;  // f16 [hi, lo][token][TILE_K]
+var<workgroup> w_tile: array<vec4<u32>, max(PLANES * W_PLANE, WORKGROUP / 32u * STRIP)>;  // [hi, lo][row][TILE_K]; at the end a strip of each subgroup
 var<private> strip: u32;         // where the strip begins that the subgroup stores
 var<private> hidden: vec4<f32>;  // of epilogue_glu_blocks
 
@@ -56,49 +48,6 @@ fn store_hidden(i: u32, v: f32) {  // called for four in this order, in the plac
   if (i % 4u == 3u) { w_tile[hidden_at(i)] = bitcast<vec4<u32>>(hidden); }
 }
 fn load_hidden(i: u32) -> vec4<f32> { return bitcast<vec4<f32>>(w_tile[hidden_at(i)]); }
-
-fn tile_sources(row0: u32, token0: u32, index: u32) -> Sources {
-  var at: Sources;
-  for (var i = 0u; i < X_LOADS; i++) {
-    let n = index + i * WORKGROUP;
-    at.x[i] = min(token0 + n / 8u, step.rows - 1u) * (K / 8u) + n % 8u;
-  }
-  for (var i = 0u; i < W_LOADS; i++) { at.w_row[i] = min(row0 + (index + i * WORKGROUP) / 2u, N - 1u); }
-  return at;
-}
-
-fn load_tile(first: u32, at: ptr<function, Sources>, index: u32) -> Loads {
-  var loads: Loads;
-  for (var i = 0u; i < X_LOADS; i++) { loads.x[i] = x[(*at).x[i] + 4u * first]; }
-  let b = first + index % 2u;
-  for (var i = 0u; i < W_LOADS; i++) {
-    let row = (*at).w_row[i];
-    loads.w[i] = load_raw(row, b);
-    if (!OWN_SCALE) {
-      let s = scale_at(row, b * 32u / GROUP);
-      loads.w_scale[i] = vec4<f32>(s, s);
-      if (GROUP == 16u) { loads.w_scale[i] = vec4<f32>(s, scale_at(row, b * 2u + 1u)); }
-    }
-  }
-  return loads;
-}
-
-fn stage_tile(loads: ptr<function, Loads>, index: u32) {
-  for (var i = 0u; i < X_LOADS; i++) {
-    let n = index + i * WORKGROUP;
-    if (n < 8u * TILE_M) { x_tile[n / 8u * PITCH + n % 8u] = (*loads).x[i]; }
-  }
-  for (var i = 0u; i < W_LOADS; i++) {
-    let n = index + i * WORKGROUP;
-    if (n < 2u * TILE_N) {
-      var s = (*loads).w_scale[i];
-      if (OWN_SCALE) { s = vec4<f32>(raw_scale((*loads).w[i])); }
-      let h = halves((*loads).w[i], s * W_UNIT);
-      let at = n / 2u * PITCH + n % 2u * 4u;
-      w_tile[at] = h.p0; w_tile[at + 1u] = h.p1; w_tile[at + 2u] = h.p2; w_tile[at + 3u] = h.p3;
-    }
-  }
-}
 
 fn strip_sum(at: u32) -> vec4<f32> {  // over the teams
   var v = bitcast<vec4<f32>>(w_tile[at]);
@@ -125,7 +74,9 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let team = subgroup % TEAMS;
   let token1 = subgroup / TEAMS % (TILE_M / (16u * DOWN)) * 16u * DOWN;  // of the subgroup in the tile
   let row1 = subgroup / TEAMS / (TILE_M / (16u * DOWN)) * 64u;
-  const PER_SPLIT = (K / 32u + GRID_SPLIT * 2u - 1u) / (GRID_SPLIT * 2u) * 2u;
+  const SHARE = TILE_K / 8u / TEAMS;  // vec4s of k that a team takes in an iteration
+  const BLOCKS = TILE_K / 32u;  // of an iteration
+  const PER_SPLIT = (K / 32u + GRID_SPLIT * BLOCKS - 1u) / (GRID_SPLIT * BLOCKS) * BLOCKS;
   let begin = select(workgroup.z * PER_SPLIT, 0u, GRID_SPLIT == 1u);  // without splits the driver sees a constant
   let end = min(begin + PER_SPLIT, K / 32u);
   var c00: Result; var c01: Result; var c02: Result; var c03: Result;
@@ -133,33 +84,37 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   var c20: Result; var c21: Result; var c22: Result; var c23: Result;
   var c30: Result; var c31: Result; var c32: Result; var c33: Result;
   var at = tile_sources(row0, token0, index);
-  var loads = load_tile(min(begin, K / 32u - 2u), &at, index);  // an empty split loads the last
-  for (var first = begin; first < end; first += 2u) {
-    stage_tile(&loads, index);
+  var loads = load_tile(min(begin, K / 32u - BLOCKS), &at, index);  // an empty split loads the last
+  for (var first = begin; first < end; first += BLOCKS) {
+    stage_tile(first, &loads, &at, index);
     workgroupBarrier();
-    if (first + 2u < end) { loads = load_tile(first + 2u, &at, index); }
-    for (var k = 0u; k < 8u / TEAMS; k += 2u) {
-      let x_at = token1 * PITCH + team * (8u / TEAMS) + k;
-      let w_at = row1 * PITCH + team * (8u / TEAMS) + k;
-      let b0 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at, PITCH);
-      let b1 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at + 16u * PITCH, PITCH);
-      let b2 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at + 32u * PITCH, PITCH);
-      let b3 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at + 48u * PITCH, PITCH);
-      let a0 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at, PITCH);
-      c00 = subgroupMatrixMultiplyAccumulate(a0, b0, c00); c01 = subgroupMatrixMultiplyAccumulate(a0, b1, c01);
-      c02 = subgroupMatrixMultiplyAccumulate(a0, b2, c02); c03 = subgroupMatrixMultiplyAccumulate(a0, b3, c03);
-      if (DOWN > 1u) {
-        let a1 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at + 16u * PITCH, PITCH);
-        c10 = subgroupMatrixMultiplyAccumulate(a1, b0, c10); c11 = subgroupMatrixMultiplyAccumulate(a1, b1, c11);
-        c12 = subgroupMatrixMultiplyAccumulate(a1, b2, c12); c13 = subgroupMatrixMultiplyAccumulate(a1, b3, c13);
-      }
-      if (DOWN > 2u) {
-        let a2 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at + 32u * PITCH, PITCH);
-        c20 = subgroupMatrixMultiplyAccumulate(a2, b0, c20); c21 = subgroupMatrixMultiplyAccumulate(a2, b1, c21);
-        c22 = subgroupMatrixMultiplyAccumulate(a2, b2, c22); c23 = subgroupMatrixMultiplyAccumulate(a2, b3, c23);
-        let a3 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at + 48u * PITCH, PITCH);
-        c30 = subgroupMatrixMultiplyAccumulate(a3, b0, c30); c31 = subgroupMatrixMultiplyAccumulate(a3, b1, c31);
-        c32 = subgroupMatrixMultiplyAccumulate(a3, b2, c32); c33 = subgroupMatrixMultiplyAccumulate(a3, b3, c33);
+    if (first + BLOCKS < end) { loads = load_tile(first + BLOCKS, &at, index); }
+    for (var term = 0u; term < TERMS; term++) {
+      let x_from = token1 * PITCH + team * SHARE + select(0u, X_PLANE, term == 1u);
+      let w_from = row1 * PITCH + team * SHARE + select(0u, W_PLANE, term == 2u);
+      for (var k = 0u; k < SHARE; k += 2u) {
+        let x_at = x_from + k;
+        let w_at = w_from + k;
+        let b0 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at, PITCH);
+        let b1 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at + 16u * PITCH, PITCH);
+        let b2 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at + 32u * PITCH, PITCH);
+        let b3 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at + 48u * PITCH, PITCH);
+        let a0 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at, PITCH);
+        c00 = subgroupMatrixMultiplyAccumulate(a0, b0, c00); c01 = subgroupMatrixMultiplyAccumulate(a0, b1, c01);
+        c02 = subgroupMatrixMultiplyAccumulate(a0, b2, c02); c03 = subgroupMatrixMultiplyAccumulate(a0, b3, c03);
+        if (DOWN > 1u) {
+          let a1 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at + 16u * PITCH, PITCH);
+          c10 = subgroupMatrixMultiplyAccumulate(a1, b0, c10); c11 = subgroupMatrixMultiplyAccumulate(a1, b1, c11);
+          c12 = subgroupMatrixMultiplyAccumulate(a1, b2, c12); c13 = subgroupMatrixMultiplyAccumulate(a1, b3, c13);
+        }
+        if (DOWN > 2u) {
+          let a2 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at + 32u * PITCH, PITCH);
+          c20 = subgroupMatrixMultiplyAccumulate(a2, b0, c20); c21 = subgroupMatrixMultiplyAccumulate(a2, b1, c21);
+          c22 = subgroupMatrixMultiplyAccumulate(a2, b2, c22); c23 = subgroupMatrixMultiplyAccumulate(a2, b3, c23);
+          let a3 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at + 48u * PITCH, PITCH);
+          c30 = subgroupMatrixMultiplyAccumulate(a3, b0, c30); c31 = subgroupMatrixMultiplyAccumulate(a3, b1, c31);
+          c32 = subgroupMatrixMultiplyAccumulate(a3, b2, c32); c33 = subgroupMatrixMultiplyAccumulate(a3, b3, c33);
+        }
       }
     }
     workgroupBarrier();

@@ -281,6 +281,8 @@ class Ops:
                 names += [*scales, "half2", *own]
             elif role is Role.MATRIX and caps.matrix in ("16x8", "8x8"):
                 names.append(f"matrix_{caps.matrix}")
+            elif role is Role.TILE:
+                names.append(f"tile_{inputs}")
             elif role is Role.DOT:
                 names += [*scales, *self._dot_parts(storage, inputs, prologue, int8_block)]
             elif role is Role.REDUCE:

@@ -76,6 +76,7 @@ class Role(StrEnum):
     PLANES = "planes"  # unpacks 32 weights into even and odd bytes
     HALVES = "halves"  # makes 32 weights f16
     MATRIX = "matrix"  # 16 x 16 matrices of smaller ones
+    TILE = "tile"  # what linear_matrix multiplies
     DOT = "dot"  # inputs, prologue and the dot product of 32 weights
     REDUCE = "reduce"  # sums over lanes
     EPILOGUE = "epilogue"
@@ -529,31 +530,37 @@ MATRIX_TILES = (
     *((64, 64, 4, 2), (128, 128, 4, 1), (128, 64, 4, 2)),
 )
 LONG_ROWS = 4096  # k from which on a split costs less than small tiles; or n: a matrix that is not small
+MatrixTile = tuple[int, int, int, int]
 
 
-def matrix_consts(tile: tuple[int, int, int, int]) -> dict[str, int]:
+def matrix_consts(tile: MatrixTile, inputs: Inputs) -> dict[str, int]:
     rows, columns, down, teams = tile
     workgroup = 32 * teams * (rows // (16 * down)) * (columns // 64)
-    return {"TILE_M": rows, "TILE_N": columns, "DOWN": down, "TEAMS": teams, "WORKGROUP": workgroup}
+    consts = {"TILE_M": rows, "TILE_N": columns, "DOWN": down, "TEAMS": teams, "WORKGROUP": workgroup}
+    return consts | ({"TILE_K": 32, "TERMS": 3} if inputs is Inputs.F32 else {})
 
 
 def matrix_tile_bytes(c: Consts) -> int:
     """Workgroup memory of a tile of linear_matrix: inputs, and weights or the strips of its subgroups."""
-    own = constants("linear_matrix")
+    own = constants("linear_matrix") | dict(c)
+    pitch, planes = own["TILE_K"] // 8 + 1, 2 if own["TERMS"] == 3 else 1
     strips = c["WORKGROUP"] // 32 * 16 * own["STRIP_PITCH"]
-    return 16 * (own["PITCH"] * c["TILE_M"] + max(own["PITCH"] * c["TILE_N"], strips))
+    return 16 * (planes * pitch * c["TILE_M"] + max(planes * pitch * c["TILE_N"], strips))
 
 
-MATRIX_BYTES = max(matrix_tile_bytes(matrix_consts(tile)) for tile in MATRIX_TILES)  # 64 rows fit in 32 KiB
+MATRIX_BYTES = {  # 64 rows fit in 32 KiB
+    inputs: max(matrix_tile_bytes(matrix_consts(tile, inputs)) for tile in MATRIX_TILES)
+    for inputs in (Inputs.F16, Inputs.F32)
+}
 
 
-def matrix_tile(s: Linear, c: Caps) -> tuple[int, int, int, int]:
+def matrix_tile(s: Linear, c: Caps) -> MatrixTile:
     """Small tiles where large ones are fewer than cores, unless long rows can be split; or where 32 KiB must do."""
     if s.m <= MATRIX_TILES[0][0]:
         return MATRIX_TILES[0]
     if s.m <= 32:
         return MATRIX_TILES[1] if s.n >= 16384 else MATRIX_TILES[2]
-    if s.m <= 64 or c.shared_bytes < MATRIX_BYTES:
+    if s.m <= 64 or c.shared_bytes < MATRIX_BYTES[s.inputs]:
         return MATRIX_TILES[3]
     enough = tile_count(s, 128, 128) >= 96 or s.k >= LONG_ROWS
     return MATRIX_TILES[4] if enough else MATRIX_TILES[5]
@@ -578,8 +585,9 @@ def on_matrices(s: Linear, c: Caps) -> bool:
         large = s.n * s.k > 4 * SMALL_MATRIX and s.storage is not Storage.Q6
     else:
         large = max(s.n, s.k) >= LONG_ROWS
-    enough = s.m > 64 or (s.m >= MATRIX_ROWS and large)
-    return enough and c.matrices and s.inputs is Inputs.F16 and tiles_of_blocks(s, c)
+    few = s.inputs is Inputs.F16 and s.m >= MATRIX_ROWS and large
+    read = s.inputs is Inputs.F16 or (s.inputs is Inputs.F32 and no_extras(s))
+    return (few or s.m > 64) and c.matrices and read and tiles_of_blocks(s, c)
 
 
 def block_inputs(shards: Iterable[Linear], c: Caps) -> Inputs:
@@ -647,17 +655,21 @@ def _gemm_int8_route(rows: int, splits: int, to_blocks: bool) -> Route[Linear]:
     return Route("linear_gemm_int8", fits, needs, tile_grid, (Role.PLANES, Role.EPILOGUE), consts)
 
 
-def _matrix_route(tile: tuple[int, int, int, int], splits: int) -> Route[Linear]:
+def _matrix_route(inputs: Inputs, tile: MatrixTile, splits: int) -> Route[Linear]:
     rows, columns, *_ = tile
-    needs = f"f16 x, k % 64 = 0, group % 32 = 0 or 16, m >= {MATRIX_ROWS} (a small matrix: more), matrix units, "
-    needs += f"tiles of {rows} x {columns}"
+    least = "m > 64" if inputs is Inputs.F32 else f"m >= {MATRIX_ROWS} (a small matrix: more)"
+    needs = f"{inputs} x, k % 64 = 0, group % 32 = 0 or 16, {least}, matrix units, tiles of {rows} x {columns}"
     needs += f", k split {splits} times" if splits > 1 else ""
-    consts = matrix_consts(tile) | {"EPILOGUE_LANES": 32, "TOKENS": 16} | ({"GRID_SPLIT": splits} if splits > 1 else {})
+    consts = matrix_consts(tile, inputs) | {"EPILOGUE_LANES": 32, "TOKENS": 16}
+    consts |= {"GRID_SPLIT": splits} if splits > 1 else {}
+    weights = Role.WEIGHT if inputs is Inputs.F32 else Role.HALVES
 
     def fits(s: Linear, c: Caps) -> bool:
-        return on_matrices(s, c) and matrix_tile(s, c) == tile and matrix_splits(s, c) == splits
+        chosen = s.inputs is inputs and on_matrices(s, c)
+        return chosen and matrix_tile(s, c) == tile and matrix_splits(s, c) == splits
 
-    return Route("linear_matrix", fits, needs, matrix_tile_grid, (Role.MATRIX, Role.HALVES, Role.EPILOGUE), consts)
+    parts = (Role.MATRIX, weights, Role.TILE, Role.EPILOGUE)
+    return Route("linear_matrix", fits, needs, matrix_tile_grid, parts, consts)
 
 
 def _gemm_route(case: str, fits: Callable[[Linear, Caps], bool], consts: Consts) -> Route[Linear]:
@@ -701,7 +713,13 @@ LINEAR: Table[Linear] = (
         row_pair_grid,
         (*WEIGHT_PARTS, Role.REDUCE),
     ),
-    *(_matrix_route(tile, splits) for tile in MATRIX_TILES for splits in GRID_SPLITS),
+    *(
+        _matrix_route(inputs, tile, splits)
+        for inputs in (Inputs.F16, Inputs.F32)
+        for tile in MATRIX_TILES
+        for splits in GRID_SPLITS
+        if inputs is Inputs.F16 or tile[0] >= 64
+    ),
     *(
         _gemv_batch_route(width, case, fits, consts)
         for width in GEMV_WIDTHS

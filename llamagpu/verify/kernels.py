@@ -12,7 +12,7 @@ from llamagpu.engine.kv_cache import head_values
 from llamagpu.engine.ops import AttentionBuffers, AttentionMode, Ops, Output, Splits, activation_parts
 from llamagpu.engine.options import KvType
 from llamagpu.engine.pages import PAGE
-from llamagpu.engine.routes import Attention, Epilogue, GridSize, Inputs, Linear, Prologue, Route, RowWise, S
+from llamagpu.engine.routes import Attention, Epilogue, GridSize, Inputs, Linear, Prologue, Role, Route, RowWise, S
 from llamagpu.files.architectures import Activation
 from llamagpu.files.storage import Storage
 from llamagpu.gpu.device import Gpu
@@ -25,6 +25,7 @@ from llamagpu.verify.reference import (
     ROUNDED_F16,
     ROUNDED_SUMS,
     ROUNDED_WEIGHTS,
+    TWO_HALVES,
     Answer,
     Array,
     Bound,
@@ -121,7 +122,8 @@ def matrix_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
     memory = gpu.caps.shared_bytes
     tiles = [r for r in routes.LINEAR if r.kernel == "linear_matrix" and routes.matrix_tile_bytes(r.consts) <= memory]
     weights = [weight for weight in STORAGES if weight.k % 64 == 0]
-    chosen = [(route, Q4_WEIGHT) for route in tiles] + [(tiles[0], weight) for weight in weights]
+    first = {Role.HALVES in route.parts: route for route in reversed(tiles)}  # of f16 and of f32 inputs
+    chosen = [(route, Q4_WEIGHT) for route in tiles] + [(route, w) for w in weights for route in first.values()]
     for route, weight in chosen[: 1 if quick else None] if gpu.caps.matrices else ():
         yield matrix_case(gpu, route, weight)
 
@@ -130,7 +132,8 @@ def matrix_case(gpu: Gpu, route: Route[Linear], weight: Weight) -> Case:
     """Ragged m and n; results of splits come in pairs."""
     even = replace(weight, n=weight.n + weight.n % 2)
     split, m = "GRID_SPLIT" in route.consts, route.consts["TILE_M"] + 5
-    return linear_case(gpu, route, even if split else weight, (Inputs.F16, Prologue.NONE), m)
+    inputs = Inputs.F16 if Role.HALVES in route.parts else Inputs.F32
+    return linear_case(gpu, route, even if split else weight, (inputs, Prologue.NONE), m)
 
 
 def linear_case(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode, m: int) -> Case:
@@ -142,7 +145,9 @@ def linear_case(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode,
 def linear_bound(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode) -> Bound:
     if route.kernel == "linear_gemm_int8" and weight.storage.two_bytes:
         return ROUNDED_WEIGHTS
-    return HALVES if route.kernel == "linear_matrix" else mode_bound(gpu, mode)
+    if route.kernel == "linear_matrix":
+        return HALVES if mode[0] is Inputs.F16 else TWO_HALVES
+    return mode_bound(gpu, mode)
 
 
 def mode_name(mode: InputMode) -> str:

@@ -1,0 +1,67 @@
+// Role tile, f32 x and weights: load_tile(first, at, index) loads what an invocation stages of the TILE_K k from block `first`
+// on, stage_tile stores it in x_tile and w_tile, each number as the sum of two f16, 22 bits: hi, and in the second plane lo,
+// what is left of it. tile_sources are the places where the loads begin.
+// Needs TILE_K 32, TERMS 3, GROUP % 8 == 0. Parts: f16, weight_*; linear_matrix.
+const K: u32 = 64u;
+const N: u32 = 4u;
+const TILE_M: u32 = 128u;
+const TILE_N: u32 = 128u;
+const WORKGROUP: u32 = 128u;
+const X_LOADS: u32 = (4u * TILE_M + WORKGROUP - 1u) / WORKGROUP;  // eights of k that an invocation loads in an iteration
+const W_LOADS: u32 = (4u * TILE_N + WORKGROUP - 1u) / WORKGROUP;
+struct Loads {  // an invocation's loads of one iteration: all are issued before the first is used
+  x: array<mat2x4<f32>, X_LOADS>,
+  w: array<RawWeight8, W_LOADS>,
+}
+struct Sources {  // where an invocation's loads begin
+  x: array<u32, X_LOADS>,
+  w_row: array<u32, W_LOADS>,
+}
+@group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;  // [m, K/4]
+
+fn tile_sources(row0: u32, token0: u32, index: u32) -> Sources {
+  var at: Sources;
+  for (var i = 0u; i < X_LOADS; i++) {
+    let n = index + i * WORKGROUP;
+    at.x[i] = min(token0 + n / 4u, step.rows - 1u) * (K / 4u) + n % 4u * 2u;
+  }
+  for (var i = 0u; i < W_LOADS; i++) { at.w_row[i] = min(row0 + (index + i * WORKGROUP) / 4u, N - 1u); }
+  return at;
+}
+
+fn load_tile(first: u32, at: ptr<function, Sources>, index: u32) -> Loads {
+  var loads: Loads;
+  for (var i = 0u; i < X_LOADS; i++) {
+    let from_x = (*at).x[i] + 8u * first;
+    loads.x[i] = mat2x4<f32>(x[from_x], x[from_x + 1u]);
+  }
+  for (var i = 0u; i < W_LOADS; i++) { loads.w[i] = load_weight8((*at).w_row[i], 4u * first + index % 4u); }
+  return loads;
+}
+
+fn to_halves(v: mat2x4<f32>) -> vec4<u32> {
+  return vec4<u32>(pack_f16(v[0].xy), pack_f16(v[0].zw), pack_f16(v[1].xy), pack_f16(v[1].zw));
+}
+// The first 11 bits of each number. (An H200's compiler takes a number for what is left of it after rounding to f16 and back.)
+fn first_bits(v: vec4<f32>) -> vec4<f32> { return bitcast<vec4<f32>>(bitcast<vec4<u32>>(v) & vec4<u32>(0xFFFFE000u)); }
+
+fn stage_tile(first: u32, loads: ptr<function, Loads>, at: ptr<function, Sources>, index: u32) {
+  for (var i = 0u; i < X_LOADS; i++) {
+    let n = index + i * WORKGROUP;
+    let v = (*loads).x[i] * (1.0 / X_UNIT);
+    let hi = mat2x4<f32>(first_bits(v[0]), first_bits(v[1]));
+    if (n < 4u * TILE_M) {
+      x_tile[n / 4u * PITCH + n % 4u] = to_halves(hi);
+      x_tile[X_PLANE + n / 4u * PITCH + n % 4u] = to_halves(v - hi);
+    }
+  }
+  for (var i = 0u; i < W_LOADS; i++) {
+    let n = index + i * WORKGROUP;
+    let v = unpack_weight8((*loads).w[i], (*at).w_row[i], 4u * first + index % 4u) * W_UNIT;
+    let hi = mat2x4<f32>(first_bits(v[0]), first_bits(v[1]));
+    if (n < 4u * TILE_N) {
+      w_tile[n / 4u * PITCH + n % 4u] = to_halves(hi);
+      w_tile[W_PLANE + n / 4u * PITCH + n % 4u] = to_halves(v - hi);
+    }
+  }
+}
