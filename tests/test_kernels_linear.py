@@ -41,6 +41,7 @@ from llamagpu.verify.reference import (
     F32,
     HALVES,
     INT8_BLOCK,
+    REQUANTISED,
     ROUNDED_F16,
     Weight,
     fits,
@@ -250,6 +251,17 @@ def test_gemv_batch_of_large_matrices(gpu, route, weight):
         got = gpu.read(y, np.float32, (most + 1) * weight.n).reshape(-1, weight.n)
         assert_close(got[:m], (given.values @ w.T)[:m], *mode_bound(gpu, (Inputs.INT8, Prologue.NONE)), f"{m} rows")
         assert (got[m:] == GUARD).all(), "wrote behind the last row"
+
+
+@pytest.mark.parametrize(
+    "route",
+    [route for route in BATCH_ROUTES if "int8 results, n >" in route.needs],
+    ids=lambda route: str(route.consts["TOKENS"]),
+)
+def test_gemv_batch_of_large_gated_units(gpu, route):
+    """On small ones, for time."""
+    for m in (route.consts["TOKENS"], route.consts["TOKENS"] - 1):
+        assert_close(*swiglu_blocks(gpu, route, Inputs.INT8, m), *REQUANTISED, f"{m} rows")
 
 
 STAGES = (

@@ -401,6 +401,8 @@ GEMM_WIDTHS = (32, 64, 128, 256, 512)  # most token rows of plans with tiles of 
 # lanes to a small matrix, and registers to 16 tokens. Unpacked f16 weights and f32 inputs leave none for two pairs.
 SMALL_MATRIX = 8 << 20  # weights
 VOCABULARY = 32768  # rows of a matrix that gives every core enough of them
+LONG_ROWS = 4096  # k from which on a split costs less than small tiles; or n: a matrix that is not small
+CORES = 132  # of an H200
 STAGED = {"STAGED": 1, "PREFETCH": 1}
 
 
@@ -418,6 +420,12 @@ GEMV_BATCH_SHAPES: tuple[tuple[str, tuple[int, ...], Callable[[Linear, Caps], bo
         (16,),
         lambda s, c: s.epilogue.to_blocks and can_stage(s, c),
         {"WORKGROUP": 256, "LANES": 8, "ROW_PAIRS": 1} | STAGED,
+    ),
+    (
+        f"int8 results, n > {128 * CORES}, x staged",
+        (4, 8),
+        lambda s, c: s.epilogue.to_blocks and can_stage(s, c) and s.n > 128 * CORES,
+        {"WORKGROUP": 128, "LANES": 8, "ROW_PAIRS": 2} | STAGED,
     ),
     (
         "int8 results, x staged",
@@ -447,6 +455,18 @@ GEMV_BATCH_SHAPES: tuple[tuple[str, tuple[int, ...], Callable[[Linear, Caps], bo
         "few rows, large matrix",
         (8,),
         lambda s, c: large_matrix(s) and s.n < 4096,
+        {"WORKGROUP": 256, "LANES": 128, "ROW_PAIRS": 2, "PREFETCH": 1},
+    ),
+    (
+        "more rows than k, large matrix, x staged",
+        (4,),
+        lambda s, c: large_matrix(s) and s.n > s.k >= LONG_ROWS and can_stage(s, c),
+        {"WORKGROUP": 128, "LANES": 32, "ROW_PAIRS": 2} | STAGED,
+    ),
+    (
+        "more rows than k, large matrix",
+        (8,),
+        lambda s, c: large_matrix(s) and s.n > s.k >= LONG_ROWS,
         {"WORKGROUP": 256, "LANES": 128, "ROW_PAIRS": 2, "PREFETCH": 1},
     ),
     (
@@ -524,12 +544,12 @@ def int8_tile_fits(s: Linear, rows: int, splits: int) -> bool:
 # rows a large matrix is faster on matrices (8B, us: gate_up 60, by GEMV 79; ffn_down 32 and 38), with 8 none is. Up to
 # 64 the int8 tiles of a small one are faster (a step of 32 rows of 1B: 1933 us on matrices alone, 1504 with both).
 MATRIX_ROWS = 9  # fewest token rows
-CORES = 132  # of an H200
 MATRIX_TILES = (
     *((16, 64, 1, 2), (32, 128, 2, 1), (32, 64, 2, 2)),
     *((64, 64, 4, 2), (128, 128, 4, 1), (128, 64, 4, 2)),
 )
-LONG_ROWS = 4096  # k from which on a split costs less than small tiles; or n: a matrix that is not small
+
+
 MatrixTile = tuple[int, int, int, int]
 
 
