@@ -300,6 +300,8 @@ def test_small_workgroups_hold_the_heads_of_a_kv_head():
     small = routes.GridSize(256, 256)
     assert [routes.grid_sizes(1152, heads, GPU)[0] == small for heads in (1, 8, 9)] == [True, True, False]
     assert [routes.grid_sizes(dim, 4, GPU)[0] == small for dim in (576, 1535, 1536)] == [True, True, False]
+    dawn = replace(GPU, tint=True)
+    assert [routes.grid_sizes(dim, 4, dawn)[0] == small for dim in (576, 3072, 4096)] == [True, True, False]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 8, 32])
