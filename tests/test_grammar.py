@@ -323,6 +323,31 @@ def test_one_grammar_serves_many_generations(llama: Llama) -> None:
     assert len(texts) > 1 and all(re.fullmatch("[ab]{4}", text) for text in texts)
 
 
+@pytest.mark.parametrize("when", [0, 1, -1])  # after the first token, the second, the last
+def test_an_interrupt_between_a_grammars_step_and_its_token(
+    llama: Llama, monkeypatch: pytest.MonkeyPatch, when: int
+) -> None:
+    """Ctrl-C reaches whoever runs the step; the text that the grammar was taking a token of goes on as if alone."""
+    grammar = Grammar.regex("[ab]{3}c?d")
+    want = llama.complete("a", grammar=grammar, sampling=GREEDY)
+    (other,) = llama.submit("b", sampling=GREEDY, max_tokens=40)
+    (run,) = llama.submit("a", grammar=grammar, sampling=GREEDY)
+    calls, accept = iter(range(len(want.ids))), Matcher.accept
+
+    def interrupted(self: Matcher, token: int) -> None:
+        accept(self, token)
+        if next(calls) == when % len(want.ids):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Matcher, "accept", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        other.result()
+    monkeypatch.undo()
+    got = run.result()
+    other.close()
+    assert (got.ids, got.text, got.finish_reason) == (want.ids, want.text, want.finish_reason)
+
+
 # The command line
 
 

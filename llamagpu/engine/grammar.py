@@ -3,7 +3,7 @@
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,6 +181,12 @@ class Matcher:
     def accept(self, token: int) -> None:
         """Append a token that the mask allows."""
         self._matcher.consume_token(token)
+        self._check()
+
+    def restart(self, tokens: Sequence[int]) -> None:
+        """Go back to the beginning, and through these tokens again."""
+        self._matcher.reset()
+        self._matcher.consume_tokens(list(tokens))
         self._check()
 
     @property

@@ -253,7 +253,7 @@ class Scheduler:
 
     def _rewind(self) -> None:
         """A Ctrl-C may have come between the rows of a step and their tokens: these rows are computed again. Or between
-        a text's last token and its end."""
+        a grammar's step and its token, or a text's last token and its end."""
         for request in list(self.running):
             request.configured = None  # the device may count tokens that nobody got
             del request.scores[len(request.new) :]
@@ -262,6 +262,9 @@ class Scheduler:
             sure = len(request.prompt) - 1 if request.state is State.PROMPT else len(request.computed)
             request.sequence.truncate(sure)
             with self._ends_alone(request):
+                if request.matcher:
+                    request.matcher.restart(request.new)
+                    request.matched = len(request.new) if request.matcher.stopped else None
                 if request.new and self._is_complete(request):
                     self._finish(request)
 
