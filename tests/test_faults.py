@@ -5,12 +5,18 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 from conftest import ROOT, WGPU
 from gguf_builder import tiny_llama
+
+from llamagpu.gpu.guard import GuardedThread
 
 pytestmark = WGPU
 FOLDER = ROOT / "tests" / "vulkan_faults"
@@ -148,3 +154,43 @@ def test_an_abort_of_somebody_else_ends_the_process(layer, model):
     code = "import os, sys, llamagpu; llamagpu.load(sys.argv[1], context=64); os.abort()"
     ended = run(layer, "-c", code, model)
     assert ended.returncode == -6, ended.stderr
+
+
+def interrupt_after(opcodes: int) -> Callable[..., Any]:
+    """A trace function that raises KeyboardInterrupt there, once."""
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal opcodes
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            opcodes -= 1
+            if opcodes == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+def test_a_ctrl_c_anywhere_in_a_call_leaves_its_thread_working() -> None:
+    """Between any two instructions of Python's, those of its library included."""
+    thread = GuardedThread("calls", threading.Event())
+    thread.call(int)  # starts it
+    before, interrupted, answers = sys.gettrace(), 0, []
+    try:
+        for opcodes in range(1, 10_000):
+            try:
+                sys.settrace(interrupt_after(opcodes))
+                thread.call(time.sleep, 0.001)
+                break
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                sys.settrace(before)
+            other = threading.Thread(target=lambda: answers.append(thread.call(int)), daemon=True)
+            other.start()
+            other.join(20)
+            assert len(answers) == interrupted, f"no call ends after an interrupt behind {opcodes} instructions"
+    finally:
+        thread.stop()
+    assert interrupted > 50

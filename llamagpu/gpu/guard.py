@@ -12,9 +12,9 @@ import ctypes
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -22,8 +22,7 @@ from typing import Any
 from llamagpu.errors import DeviceLost
 
 STOP_S = 10.0  # a device that hangs must not keep the process from ending
-
-Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+AGAIN_S = 0.05  # after this time a wait looks again
 
 
 def device_lost() -> DeviceLost:
@@ -31,13 +30,63 @@ def device_lost() -> DeviceLost:
     return DeviceLost(cause, "try again; a smaller -c or -ub asks less of it")
 
 
-def outcome(job: "Future[Any]") -> Any:
-    """The result of a call, as Future.result has it. A Ctrl-C while that waits can leave its Condition broken."""
-    done = threading.Lock()
-    done.acquire()
-    job.add_done_callback(lambda _: done.release())
-    done.acquire()
-    return job.result()
+class Mark:
+    """What one thread waits for and another one sets.
+
+    A Ctrl-C in a method of a Condition can leave its lock taken, and then a Future or an Event stops every thread that
+    uses it. Here whoever finds the lock taken looks again a little later.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._wake = threading.Lock()
+        self._wake.acquire()
+
+    def set(self) -> None:
+        if not self.is_set:
+            self.is_set = True
+            with suppress(RuntimeError):  # not taken: set twice at a time
+                self._wake.release()
+
+    def wait(self, timeout_s: float = float("inf")) -> bool:
+        """Whether it was set in this time."""
+        end = time.monotonic() + timeout_s
+        while not self.is_set and (left := end - time.monotonic()) > 0:
+            if self._wake.acquire(timeout=min(left, AGAIN_S)):
+                self._wake.release()
+        return self.is_set
+
+
+class Job:
+    """A call in another thread."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.function, self.arguments = function, arguments
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.done = Mark()
+
+    def run(self) -> None:
+        try:
+            self.value = self.function(*self.arguments)
+        except BaseException as error:
+            self.error = error
+        del self.function, self.arguments  # they may hold what is to be freed
+        self.done.set()
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self.done.set()
+
+    def result(self) -> Any:
+        """What the call returned, or raised, once it has."""
+        self.done.wait()
+        try:
+            if self.error is not None:
+                raise self.error
+            return self.value
+        finally:
+            del self  # else the error's traceback holds the error
 
 
 class GuardedThread:
@@ -46,26 +95,26 @@ class GuardedThread:
     def __init__(self, name: str, lost: threading.Event) -> None:
         self.jobs: SimpleQueue[Job | None] = SimpleQueue()
         self.lost = lost  # whether the device is; its threads share it
-        self.ended = threading.Event()  # the thread has returned, or is parked
+        self.ended = Mark()  # the thread has returned, or is parked
         self.thread = threading.Thread(target=_run, args=(self.jobs, lost, self.ended), name=name, daemon=True)
         self.stopped = False
         weakref.finalize(self, self.jobs.put, None)
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Job:
         if self.stopped:
             raise DeviceLost("the model was closed", "load it again")
         if self.thread.ident is None:
             catch_aborts()
             self.thread.start()
             running.add(self)
-        job: Future[Any] = Future()
-        self.jobs.put((job, function, arguments))
+        job = Job(function, arguments)
+        self.jobs.put(job)
         if self.lost.is_set():
             _fail_all(self.jobs)
         return job
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return outcome(self.submit(function, *arguments))
+        return self.submit(function, *arguments).result()
 
     def stop(self) -> None:
         """Finish the calls that were submitted, and take no more."""
@@ -76,33 +125,27 @@ class GuardedThread:
         running.discard(self)
 
 
-def _run(jobs: "SimpleQueue[Job | None]", lost: threading.Event, ended: threading.Event) -> None:
+def _run(jobs: "SimpleQueue[Job | None]", lost: threading.Event, ended: Mark) -> None:
     ident = threading.get_ident()
-    while entry := jobs.get():
-        job, function, arguments = entry
+    while job := jobs.get():
         guarded[ident] = job, jobs, lost, ended
-        try:
-            if lost.is_set():
-                raise device_lost()
-            result = function(*arguments)
-        except BaseException as error:
-            job.set_exception(error)
+        if lost.is_set():
+            job.fail(device_lost())
         else:
-            job.set_result(result)
-            del result
-        del entry, job, function, arguments, guarded[ident]  # an idle thread keeps nothing alive
+            job.run()
+        del job, guarded[ident]  # an idle thread keeps nothing alive
     ended.set()
 
 
 def _fail_all(jobs: "SimpleQueue[Job | None]") -> None:
     with suppress(Empty):
         while True:
-            if entry := jobs.get_nowait():
-                entry[0].set_exception(device_lost())
+            if job := jobs.get_nowait():
+                job.fail(device_lost())
 
 
 running: "weakref.WeakSet[GuardedThread]" = weakref.WeakSet()
-guarded: dict[int, tuple["Future[Any]", "SimpleQueue[Job | None]", threading.Event, threading.Event]] = {}  # by thread
+guarded: dict[int, tuple[Job, "SimpleQueue[Job | None]", threading.Event, Mark]] = {}  # by thread
 previous: list[int | None] = []  # the handler of SIGABRT before this one
 ending = threading.Event()  # the process is
 
@@ -141,7 +184,7 @@ def _on_abort(number: int) -> None:
         return
     job, jobs, lost, ended = call
     lost.set()
-    job.set_exception(device_lost())
+    job.fail(device_lost())
     _fail_all(jobs)
     ended.set()
     threading.Event().wait()

@@ -6,7 +6,6 @@ after every call. LLAMAGPU_SAFE=1 records through the objects, so that a validat
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from ctypes import c_void_p
 from functools import cached_property
@@ -20,7 +19,7 @@ from llamagpu.errors import DeviceLost
 from llamagpu.gpu.buffers import AnyBuffer, BufferRange
 from llamagpu.gpu.caps import Grid
 from llamagpu.gpu.device import Dispatch, Gpu, first_line
-from llamagpu.gpu.guard import outcome
+from llamagpu.gpu.guard import Job
 from llamagpu.gpu.webgpu import GPUError, Launch, bare
 
 REMEDY_RETRY = "try again; if it happens again, update the GPU's driver"
@@ -72,7 +71,7 @@ class Pending:
     waits is garbage in a reference cycle: Python would free the staging buffer first.
     """
 
-    def __init__(self, gpu: Gpu, staging: Any, submission: "Future[Any]") -> None:
+    def __init__(self, gpu: Gpu, staging: Any, submission: Job) -> None:
         self.gpu, self.staging, self.submission = gpu, staging, submission
         if staging is not None:
             in_flight.add(self)
@@ -118,20 +117,20 @@ class Recorder:
         A software adapter needs the cores itself.
         """
         plans = [step.plan] if self.gpu.software else step.plan.pieces
-        submissions: list[Future[Any]] = []
+        submissions: list[Job] = []
         try:
             for plan in plans:
                 submissions.append(self.submit([step._replace(plan=plan)], ahead=True).submission)
         finally:
             for submission in submissions:
-                outcome(submission)
+                submission.result()
 
-    def _schedule(self, ahead: bool, submit: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+    def _schedule(self, ahead: bool, submit: Callable[..., Any], *arguments: Any) -> Job:
         if self.gpu.closed:
             raise DeviceLost("the model was closed while it generated", "let the generation end, or drop it, first")
         submission = self.gpu.submitter.submit(submit, *arguments)
         if not ahead or self.gpu.software:  # a software adapter needs the cores itself
-            outcome(submission)
+            submission.result()
         return submission
 
     def drain(self) -> None:
