@@ -31,6 +31,7 @@ from llamagpu.engine.ops import Ops, Output
 from llamagpu.engine.options import KvType
 from llamagpu.engine.routes import Epilogue, GridSize, Inputs, Linear, Prologue
 from llamagpu.engine.synthetic import synthetic_config
+from llamagpu.engine.weights import MatrixShard
 from llamagpu.files.architectures import Activation
 from llamagpu.files.config import LayerKind
 from llamagpu.files.storage import Storage
@@ -43,6 +44,7 @@ from llamagpu.verify.reference import (
     INT8_BLOCK,
     REQUANTISED,
     ROUNDED_F16,
+    TWO_HALVES,
     Weight,
     fits,
     linear_inputs,
@@ -193,6 +195,61 @@ def test_linears_on_matrices(matrix_gpu, weight):
     for route in tiles if weight == WEIGHTS[0] else last.values():
         case = matrix_case(matrix_gpu, route, weight)
         assert_close(*case.compare(), *case.bound, case.shape)
+
+
+TWO_HALVES_TILES = [r for r in MATRIX_TILES if r.consts.get("TERMS") == 3 and r.consts["TILE_M"] == 64]
+
+
+@pytest.mark.parametrize("matrix", ["16x16"])
+def test_any_f32_on_matrices(matrix_gpu):
+    """Small and large numbers, and what is none: it must not become one."""
+    gpu, m, weight = matrix_gpu, 70, Weight(Q4, 71, 576)
+    shard, w = upload(gpu, weight)
+    y, step, x = gpu.zeros(m * weight.n * 4, "y"), Steps(gpu), random("x").standard_normal((m, weight.k)) * 10.0**-2
+    x[3], x[4] = 5e6 * x[3], 1e-2 * x[4]
+    x[7, 9], x[8, 10], x[9, 11], x[10, 12] = np.nan, np.inf, -np.inf, 1e6
+    given = gpu.upload(x.astype(np.float32), "x")
+    step.write_rows(m)
+    output, table = ops.store(y, matrix_of(shard)), verify_reference.only(TWO_HALVES_TILES[0])
+    run(gpu, Ops(gpu, step.buffer).linear(given, matrix_of(shard), m, output, table=table), m)
+    got = gpu.read(y, np.float32, m * weight.n).reshape(m, weight.n)
+    bad = np.arange(7, 11)
+    assert not np.isfinite(got[bad]).any()
+    with np.errstate(invalid="ignore"):
+        want = x.astype(np.float32).astype(np.float64) @ w.T
+    others = np.delete(np.arange(m), [3, 4, *bad])
+    for rows in (others, [3]):
+        assert_close(got[rows], want[rows], *TWO_HALVES)
+    assert_close(got[[4]], want[[4]], *HALVES)  # numbers of 1e-4 are whole 2^-22
+
+
+@pytest.mark.parametrize("matrix", ["16x16"])
+def test_the_largest_f16_weights_on_matrices(matrix_gpu):
+    gpu, m, n, k = matrix_gpu, 66, 64, 64
+    w = random("w").standard_normal((n, k)).astype(np.float16)
+    w[3, 5], w[60, 7] = 65504, -5000
+    shard = MatrixShard(0, n, Weight(F16, n, k).upload(gpu)[0].layout, gpu.upload(w.view(np.uint32), "w"), None)
+    y, step, given = gpu.zeros(m * n * 4, "y"), Steps(gpu), linear_inputs(gpu, m, k)
+    step.write_rows(m)
+    output, table = ops.store(y, matrix_of(shard)), verify_reference.only(TWO_HALVES_TILES[0])
+    run(gpu, Ops(gpu, step.buffer).linear(given.x, matrix_of(shard), m, output, table=table), m)
+    want = given.values @ w.astype(np.float64).T
+    assert_close(gpu.read(y, np.float32, m * n).reshape(m, n), want, *TWO_HALVES)
+
+
+@pytest.mark.parametrize("matrix", ["16x16"])
+def test_f32_on_matrices_in_shards_with_splits_and_a_bias(matrix_gpu):
+    gpu, m = matrix_gpu, 66
+    matrix, w, bias = upload_shards(gpu, Weight(Q4, 70, 576), Weight(Q4, 34, 576))
+    given, step, residual = linear_inputs(gpu, m, 576), Steps(gpu), random("y").standard_normal((m, matrix.n))
+    step.write_rows(m)
+    for route in TWO_HALVES_TILES[:2]:  # whole and split
+        y = gpu.upload(residual.astype(np.float32), "y")
+        table = verify_reference.only(route)
+        run(gpu, Ops(gpu, step.buffer).linear(given.x, matrix, m, ops.add(y, matrix), table=table), m)
+        got = gpu.read(y, np.float32, m * matrix.n).reshape(m, matrix.n)
+        want = residual.astype(np.float32) + given.values @ w.T + bias
+        assert_close(got, want, *TWO_HALVES, route.needs)
 
 
 @pytest.mark.parametrize("matrix", MATRICES)

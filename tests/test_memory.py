@@ -4,19 +4,22 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from composed import ADAPTERS, BUFFERS, ComposingGpu, open_model
 from conftest import ROOT
 from gguf_builder import tiny_llama, tiny_parts, write_gguf
 
 from llamagpu import Llama
 from llamagpu.engine import routes
+from llamagpu.engine.engine import Engine
 from llamagpu.engine.kv_cache import position_bytes
-from llamagpu.engine.load import ModelSource, load_model, plan_memory
+from llamagpu.engine.load import ModelSource, allocate_source, load_model, plan_memory, resolve
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision, Settings
 from llamagpu.engine.synthetic import SyntheticFile, fitting_type, synthetic_config
 from llamagpu.errors import BadArgument, DoesNotFit
@@ -47,6 +50,21 @@ def test_the_plan_of_a_gpu_is_what_is_allocated(tmp_path, gpu, monkeypatch, ggml
     monkeypatch.setattr(gpu, "caps", replace(gpu.caps, cpu=False))
     keys, tensors = tiny_parts(ggml_type=ggml_type, vocab=10_000, dim=256, ffn=512, layers=1)
     check_plan(gpu, write_gguf(tmp_path / "m.gguf", keys, tensors), precision=precision)
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("name, chunk", [("qwen3-8b", 256), ("llama-3.1-8b:q4_k_m", 512)])
+def test_the_sums_of_split_linears_are_planned(name, chunk, precision):
+    """No plan of a GPU with matrix units allocates more of them."""
+    gpu = ComposingGpu(ADAPTERS["matrices of 16x16"])
+    with closing(open_model(name)) as source:
+        settings = replace(resolve(BUFFERS, source, gpu), precision=precision, chunk=chunk)
+        model = Engine(gpu, source.config, allocate_source(source, settings, gpu), settings, probe=False).model
+    planned, splits = gpu.allocated_bytes, set()
+    for rows in (16, 32, 64, 65, 128, 256, 512):
+        if rows <= chunk:
+            splits |= {d.consts.get("GRID_SPLIT", 1) for d in model.plan(rows).dispatches}
+    assert max(splits) > 1 and gpu.allocated_bytes == planned
 
 
 def check_plan(gpu: Any, path: Path, **options: Any) -> None:

@@ -147,10 +147,34 @@ def test_f32_inputs_on_matrix_units():
         route = select(routes.LINEAR, many, replace(units, shared_bytes=memory))
         assert (route.kernel, route.consts["TERMS"]) == ("linear_matrix", 3)
         assert routes.matrix_tile_bytes(route.consts) <= memory
-    assert select(routes.LINEAR, replace(many, n=2048, k=8192), units).consts["GRID_SPLIT"] == 2
-    for other in (replace(many, m=64), replace(many, k=2080), replace(many, storage=Storage.BF16, group=2048)):
+    down = [replace(many, n=n, k=k) for n, k in ((2048, 8192), (4096, 14336), (4096, 65536))]
+    assert [select(routes.LINEAR, shape, units).consts["GRID_SPLIT"] for shape in down] == [2, 4, 8]  # for short sums
+    assert "GRID_SPLIT" not in select(routes.LINEAR, replace(many, n=128256, k=8192), units).consts
+    others = [replace(many, m=64), replace(many, k=2080), replace(many, storage=Storage.BF16, group=2048)]
+    others += [replace(many, n=128), replace(many, m=128, n=2048)]  # few tiles
+    for other in others:
         assert select(routes.LINEAR, other, units).kernel == "linear_gemm"
     assert select(routes.LINEAR, many, GPU).kernel == "linear_gemm"
+
+
+@pytest.mark.parametrize(
+    "m, n, k, epilogue, workgroup, lanes",
+    [
+        (4, 28672, 4096, Epilogue.GLU_BLOCKS, 128, 8),
+        (8, 28672, 4096, Epilogue.GLU_BLOCKS, 128, 8),
+        (8, 16384, 2048, Epilogue.GLU_BLOCKS, 256, 16),
+        (4, 6144, 4096, Epilogue.QKV, 128, 32),
+        (8, 6144, 4096, Epilogue.QKV, 256, 128),
+        (4, 4096, 4096, Epilogue.ADD, 256, 64),
+        (8, 4096, 14336, Epilogue.ADD, 256, 64),
+        (8, 2048, 8192, Epilogue.ADD, 256, 128),
+        (4, 128256, 4096, Epilogue.STORE, 256, 64),
+    ],
+)
+def test_workgroups_of_a_few_rows(m, n, k, epilogue, workgroup, lanes):
+    shape = Linear(m, n, k, 32, Q4, Inputs.INT8, epilogue=epilogue)
+    consts = select(routes.LINEAR, shape, GPU).consts
+    assert (consts["TOKENS"], consts["WORKGROUP"], consts["LANES"]) == (m, workgroup, lanes)
 
 
 def test_results_in_int8_blocks_are_not_split():

@@ -1,6 +1,6 @@
 // Role tile, x as f16 blocks: load_tile(first, at, index) loads what an invocation stages of the TILE_K k from block `first` on,
 // stage_tile stores it in x_tile and w_tile, W as f16 times its scales. tile_sources are the places where the loads begin.
-// Needs TILE_K 64, TERMS 1. Parts: scales, halves_*; linear_matrix.
+// Needs TILE_K 64, TERMS 1, GROUP % 32 == 0 or GROUP == 16. Parts: scales, halves_*; linear_matrix.
 const K: u32 = 64u;
 const N: u32 = 4u;
 const GROUP: u32 = 32u;

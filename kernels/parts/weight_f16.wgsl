@@ -2,6 +2,7 @@
 // 8 consecutive k of a row, needs K % 8 == 0. load_weight8 loads them as they are stored, unpack_weight8 unpacks them
 // after the loads have arrived. Parts: pair_*.
 const K: u32 = 32u;
+const W_UNIT: f32 = 1.0;  // all f16 weights stay in range (tile_f32)
 struct RawWeight8 { q: vec4<u32> }
 @group(0) @binding(6) var<storage, read> w: array<u32>;
 fn weight(n: u32, k: u32) -> f32 {

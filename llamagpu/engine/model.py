@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ from llamagpu.engine.ops import (
     tagged,
 )
 from llamagpu.engine.options import KvType, Precision, Settings
-from llamagpu.engine.routes import Attention, Epilogue, Inputs, Prologue
+from llamagpu.engine.routes import Attention, Epilogue, Inputs, Linear, Prologue
 from llamagpu.engine.step_inputs import Segment, StepInputs
 from llamagpu.engine.weights import Layer, Matrix, Weights
 from llamagpu.files.config import LayerKind, ModelConfig
@@ -300,14 +301,19 @@ class BufferModel(Model):
         """Bytes of the partial sums of every linear that is split over k."""
         widths = {self.plan_width(rows) for rows in range(2, self.chunk + 1)}
         widths |= set(range(128, self.chunk + 1, 128))  # of score plans: more rows have more sums, or fewer splits
-        matrices = [m for layer in self.weights.layers for m in (layer.qkv, layer.attn_output, layer.ffn_down)]
-        distinct = {tuple((s.layout, s.n) for s in matrix.shards): matrix for matrix in matrices if matrix.experts == 1}
-        shards = ((width, matrix, s) for width in sorted(widths) for matrix in distinct.values() for s in matrix.shards)
-        for width, matrix, shard in shards:
-            shape = shard.shape(width, self.inputs(width, matrix), epilogue=Epilogue.ADD)
+        layers = self.weights.layers
+        distinct = {tuple((s.layout, s.n) for m in layer.matrices for s in m.shards): layer for layer in layers}
+        shapes: set[Linear] = set()
+        for layer, width in product(distinct.values(), widths):
+            fused = len(layer.gate_up) == 1 and self.inputs(width).blocks  # gate and up, whose results are blocks
+            read = (layer.qkv, layer.attn_output, layer.ffn_down, *(() if fused else layer.gate_up))
+            known = [(matrix, self.inputs(width, matrix)) for matrix in read if matrix.experts == 1]
+            known += [(layer.router, Inputs.F32)] if layer.router else []
+            shapes |= {s.shape(width, inputs, epilogue=Epilogue.ADD) for matrix, inputs in known for s in matrix.shards}
+        for shape in shapes:
             if routes.fits_any(routes.LINEAR, shape, self.gpu.caps):
                 splits = routes.select(routes.LINEAR, shape, self.gpu.caps).consts.get("GRID_SPLIT", 1)
-                yield 0 if splits == 1 else splits * width * shard.n * 4
+                yield 0 if splits == 1 else splits * shape.m * shape.n * 4
 
     def _allocate_int8_kv(self) -> Buffer | None:
         """Keys and values of a layer for attend_int8, where it can run."""

@@ -401,7 +401,7 @@ GEMM_WIDTHS = (32, 64, 128, 256, 512)  # most token rows of plans with tiles of 
 # lanes to a small matrix, and registers to 16 tokens. Unpacked f16 weights and f32 inputs leave none for two pairs.
 SMALL_MATRIX = 8 << 20  # weights
 VOCABULARY = 32768  # rows of a matrix that gives every core enough of them
-LONG_ROWS = 4096  # k from which on a split costs less than small tiles; or n: a matrix that is not small
+LONG_ROWS = 4096  # k of a large matrix, from which on a split costs less than small tiles; or n: one that is not small
 CORES = 132  # of an H200
 STAGED = {"STAGED": 1, "PREFETCH": 1}
 
@@ -414,6 +414,11 @@ def large_matrix(s: Linear) -> bool:
     return no_extras(s) and quantised_dot(s) and s.n * s.k > SMALL_MATRIX
 
 
+def more_rows_than_k(s: Linear) -> bool:
+    """As qkv of 8B: on an H200 (2026-11-17) 8.8 us instead of 10.0 for 4 tokens, 11.7 instead of 13.2 for 8."""
+    return s.n > s.k >= LONG_ROWS
+
+
 GEMV_BATCH_SHAPES: tuple[tuple[str, tuple[int, ...], Callable[[Linear, Caps], bool], dict[str, int]], ...] = (
     (
         "int8 results, x staged",
@@ -421,7 +426,7 @@ GEMV_BATCH_SHAPES: tuple[tuple[str, tuple[int, ...], Callable[[Linear, Caps], bo
         lambda s, c: s.epilogue.to_blocks and can_stage(s, c),
         {"WORKGROUP": 256, "LANES": 8, "ROW_PAIRS": 1} | STAGED,
     ),
-    (
+    (  # more than two workgroups of 64 rows a core: gate_up of 8B 26.8 us instead of 28.6 (4 tokens), 36.2 and 37.1 (8)
         f"int8 results, n > {128 * CORES}, x staged",
         (4, 8),
         lambda s, c: s.epilogue.to_blocks and can_stage(s, c) and s.n > 128 * CORES,
@@ -452,22 +457,16 @@ GEMV_BATCH_SHAPES: tuple[tuple[str, tuple[int, ...], Callable[[Linear, Caps], bo
         {"WORKGROUP": 128, "LANES": 8, "ROW_PAIRS": 2} | STAGED,
     ),
     (
-        "few rows, large matrix",
+        "few rows or more than k, large matrix",
         (8,),
-        lambda s, c: large_matrix(s) and s.n < 4096,
+        lambda s, c: large_matrix(s) and (s.n < 4096 or more_rows_than_k(s)),
         {"WORKGROUP": 256, "LANES": 128, "ROW_PAIRS": 2, "PREFETCH": 1},
     ),
     (
         "more rows than k, large matrix, x staged",
         (4,),
-        lambda s, c: large_matrix(s) and s.n > s.k >= LONG_ROWS and can_stage(s, c),
+        lambda s, c: large_matrix(s) and more_rows_than_k(s) and s.n < VOCABULARY and can_stage(s, c),
         {"WORKGROUP": 128, "LANES": 32, "ROW_PAIRS": 2} | STAGED,
-    ),
-    (
-        "more rows than k, large matrix",
-        (8,),
-        lambda s, c: large_matrix(s) and s.n > s.k >= LONG_ROWS,
-        {"WORKGROUP": 256, "LANES": 128, "ROW_PAIRS": 2, "PREFETCH": 1},
     ),
     (
         "many rows, large matrix",
@@ -544,13 +543,11 @@ def int8_tile_fits(s: Linear, rows: int, splits: int) -> bool:
 # rows a large matrix is faster on matrices (8B, us: gate_up 60, by GEMV 79; ffn_down 32 and 38), with 8 none is. Up to
 # 64 the int8 tiles of a small one are faster (a step of 32 rows of 1B: 1933 us on matrices alone, 1504 with both).
 MATRIX_ROWS = 9  # fewest token rows
-MATRIX_TILES = (
+MatrixTile = tuple[int, int, int, int]
+MATRIX_TILES: tuple[MatrixTile, ...] = (
     *((16, 64, 1, 2), (32, 128, 2, 1), (32, 64, 2, 2)),
     *((64, 64, 4, 2), (128, 128, 4, 1), (128, 64, 4, 2)),
 )
-
-
-MatrixTile = tuple[int, int, int, int]
 
 
 def matrix_consts(tile: MatrixTile, inputs: Inputs) -> dict[str, int]:
@@ -593,21 +590,29 @@ def matrix_splits(s: Linear, c: Caps) -> int:
         return 1
     rows, columns, *_ = matrix_tile(s, c)
     tiles, wanted = tile_count(s, rows, columns), {128: 128, 16: 512}.get(rows, 256)
+    splits = next((splits for splits in GRID_SPLITS if tiles * splits >= wanted), GRID_SPLITS[-1])
     if rows == 128 and CORES < tiles < 3 * CORES // 2:  # a second round with few
-        return 2
-    return next((splits for splits in GRID_SPLITS if tiles * splits >= wanted), GRID_SPLITS[-1])
+        splits = 2
+    if s.inputs is Inputs.F32 and s.n <= s.k:  # what matrix units cut off a sum grows with k
+        splits = max(splits, next((n for n in GRID_SPLITS if n * LONG_ROWS >= s.k), GRID_SPLITS[-1]))
+    return splits
+
+
+def matrix_workgroups(s: Linear, c: Caps) -> int:
+    rows, columns, *_ = matrix_tile(s, c)
+    return tile_count(s, rows, columns) * matrix_splits(s, c)
 
 
 def on_matrices(s: Linear, c: Caps) -> bool:
-    if s.storage is Storage.BF16:  # may be beyond f16
+    if s.storage is Storage.BF16 or not c.matrices or not tiles_of_blocks(s, c):  # BF16 may be beyond f16
         return False
+    if s.inputs is Inputs.F32:
+        return s.m > 64 and no_extras(s) and matrix_workgroups(s, c) >= CORES // 2
     if s.m <= GEMV_WIDTHS[-1]:  # 1B's gate_up takes 21.2 us by GEMV and 24.8 here, the Q6 output of 8B 299 and 327
         large = s.n * s.k > 4 * SMALL_MATRIX and s.storage is not Storage.Q6
     else:
         large = max(s.n, s.k) >= LONG_ROWS
-    few = s.inputs is Inputs.F16 and s.m >= MATRIX_ROWS and large
-    read = s.inputs is Inputs.F16 or (s.inputs is Inputs.F32 and no_extras(s))
-    return (few or s.m > 64) and c.matrices and read and tiles_of_blocks(s, c)
+    return s.inputs is Inputs.F16 and (s.m > 64 or (s.m >= MATRIX_ROWS and large))
 
 
 def block_inputs(shards: Iterable[Linear], c: Caps) -> Inputs:
@@ -842,8 +847,8 @@ def grid_sizes(dim: int, heads_per_kv: int, caps: Caps) -> tuple[GridSize, ...]:
 
     On an H200 many small workgroups are better for a model with little to do in a layer (SmolLM2 -8 %, 2026-11-15;
     Qwen 3 0.6B -13 %, Gemma 3 1B -4 %, 2026-11-17). With Dawn, whose barrier takes half the time, they are better up to
-    3B (tok/s: 1B 2359 to 2465, 3B 1129 to 1191, Qwen 3 4B 837 to 854, 30B-A3B 695 to 710; but 8B 648 to 589). With wgpu
-    one token gains 2 %, but several rows are not fused then (a step of 4 rows of 1B 565 to 692 us).
+    3072 wide (tok/s: 1B 2359 to 2465, 3B 1129 to 1191, Qwen 3 4B 837 to 854, 30B-A3B 695 to 710; but 8B 648 to 589).
+    With wgpu one token gains 2 %, but several rows are not fused then (a step of 4 rows of 1B 565 to 692 us).
     """
     if caps.cpu:
         return (GridSize(1, 256),)  # for tests: llvmpipe runs as many as it has threads, and ends long loops

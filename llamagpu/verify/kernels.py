@@ -71,6 +71,7 @@ LONG = (
     Weight(Storage.Q4, 31, 8448, 32, has_offset=True, scale_bits=8),
     Weight(Storage.Q6, 30, 8448, 16, scale_bits=8),
 )
+LONG_SUM = Weight(Storage.Q4, 30, 4096)  # nothing longer is summed on matrix units
 WIDE = (Weight(Storage.Q4, 8193, 64), Weight(Storage.Q4, 3073, 64))  # these n have other GEMM tiles
 
 InputMode = tuple[Inputs, Prologue]
@@ -123,7 +124,7 @@ def matrix_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
     tiles = [r for r in routes.LINEAR if r.kernel == "linear_matrix" and routes.matrix_tile_bytes(r.consts) <= memory]
     weights = [weight for weight in STORAGES if weight.k % 64 == 0]
     first = {Role.HALVES in route.parts: route for route in reversed(tiles)}  # of f16 and of f32 inputs
-    chosen = [(route, Q4_WEIGHT) for route in tiles] + [(route, w) for w in weights for route in first.values()]
+    chosen = [(route, Q4_WEIGHT) for route in tiles] + [(r, w) for w in (*weights, LONG_SUM) for r in first.values()]
     for route, weight in chosen[: 1 if quick else None] if gpu.caps.matrices else ():
         yield matrix_case(gpu, route, weight)
 
