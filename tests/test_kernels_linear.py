@@ -289,6 +289,8 @@ def test_every_f32_tile(gpu, route, weight):
 
 BATCH_ROUTES = [route for route in routes.LINEAR if route.kernel == "linear_gemv_batch"]
 LARGE_MATRICES = [route for route in BATCH_ROUTES if re.search("large matrix|vocabulary", route.needs)]
+LARGE_GATED_UNITS = [route for route in BATCH_ROUTES if "int8 results, n >" in route.needs]
+LARGE = (*LARGE_MATRICES, *LARGE_GATED_UNITS)
 
 
 @pytest.mark.parametrize("weight", [Weight(Q4, 71, 576), Weight(Q6, 67, 2048, 16, scale_bits=8)], ids=lambda w: w.name)
@@ -310,11 +312,7 @@ def test_gemv_batch_of_large_matrices(gpu, route, weight):
         assert (got[m:] == GUARD).all(), "wrote behind the last row"
 
 
-@pytest.mark.parametrize(
-    "route",
-    [route for route in BATCH_ROUTES if "int8 results, n >" in route.needs],
-    ids=lambda route: str(route.consts["TOKENS"]),
-)
+@pytest.mark.parametrize("route", LARGE_GATED_UNITS, ids=lambda route: str(route.consts["TOKENS"]))
 def test_gemv_batch_of_large_gated_units(gpu, route):
     """On small ones, for time."""
     for m in (route.consts["TOKENS"], route.consts["TOKENS"] - 1):
