@@ -1,14 +1,17 @@
 """The Python API, from a prompt to streamed text: what is yielded, when it ends, what stays in the KV cache."""
 
+import dis
 import itertools
 import re
 import signal
+import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -447,3 +450,52 @@ def test_damaged_models(tmp_path, gpu, mutate):
             error.add_note(f"{mutate.__name__}, file {i}")
             raise
     assert ran if mutate is weights_flipped else ran < 40
+
+
+def interrupt_at_call(number: int) -> tuple[Callable[..., Any], list[int]]:
+    """A trace function that raises KeyboardInterrupt at this call of the package, and what counts the calls.
+
+    Python looks for signals at calls. Not in the lock's own methods: at the call that ends a `with` this is too early,
+    since a signal is noticed after it.
+    """
+    calls = [0]
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        name = frame.f_code.co_filename
+        if "llamagpu" not in name or name.endswith("fair_lock.py"):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL"):
+            calls[0] += 1
+            if calls[0] == number:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    return trace, calls
+
+
+def test_an_interrupt_at_any_call(path):
+    """Of a text with company. Every text is as it would have been, then and later: pages and queues are whole."""
+    with Llama(path, **EXACT, parallel=3) as llama:
+        options = {"max_tokens": 12, "sampling": GREEDY, "ignore_eos": True}
+        prompts = (PROMPT, "a fox", "the lazy dog")
+        texts = [list(llama.generate(prompt, **options).result().ids) for prompt in prompts]
+        number, before, interrupted = 1, sys.gettrace(), 0
+        while True:
+            run, *others = (llama.submit(prompt, **options)[0] for prompt in prompts)
+            trace, calls = interrupt_at_call(number)
+            try:
+                sys.settrace(trace)
+                list(run)
+                break
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                sys.settrace(before)
+            assert texts[0][: len(run.ids)] == list(run.ids), number
+            run.close()
+            assert [list(other.result().ids) for other in others] == texts[1:], number
+            assert list(llama.generate(PROMPT, **options).result().ids) == texts[0], number
+            number += max(1, 13 * number // 200)
+        assert calls[0] < number and interrupted > 50

@@ -189,6 +189,16 @@ class KvCache(ABC):
         self.pool.release(pages)
         sequence.truncate(0)
 
+    def recover(self, sequences: Items[Sequence]) -> None:
+        """These sequences have pages and no others do, wherever a Ctrl-C came. Prompts are computed anew."""
+        for other in self.sequences.difference(sequences):
+            other.pages = []
+            other.truncate(0)
+        self.sequences = set(sequences)
+        for sequence in sequences:
+            sequence.truncate(len(sequence.pages) * PAGE)
+        self.pool.forget_all(page for sequence in sequences for page in sequence.pages)
+
     def runs(self, sequence: Sequence, count: int) -> list[tuple[int, int]]:
         """The first `count` positions as runs of neighbouring cells: (first cell, cells)."""
         found: list[tuple[int, int]] = []

@@ -9,6 +9,8 @@ from llamagpu.engine.pages import PAGE
 from llamagpu.gpu.buffers import Buffer
 from llamagpu.gpu.device import Gpu
 
+UNKNOWN = 2**32 - 1  # no page
+
 
 class PageTable:
     """A row of page numbers for each of `slots` sequences of at most `positions`. A cache has `capacity` cells."""
@@ -25,13 +27,15 @@ class PageTable:
         """These are the first pages of the slot's sequence. Only what changes is written to the device."""
         if self.assigned[slot][: len(pages)] == pages:
             return  # numpy would take ten times as long, for every sequence of every step
-        self.assigned[slot] = list(pages)
+        self.assigned[slot] = []  # until all is written, as the entries: a Ctrl-C may come
         wanted = np.array(pages, np.uint32)
         changed = np.flatnonzero(self.entries[slot, : len(pages)] != wanted)
         if len(changed):
             first, end = int(changed[0]), int(changed[-1]) + 1
-            self.entries[slot, first:end] = wanted[first:end]
+            self.entries[slot, first:end] = UNKNOWN
             self.gpu.write(self.buffer, wanted[first:end], offset=4 * (slot * self.pages + first))
+            self.entries[slot, first:end] = wanted[first:end]
+        self.assigned[slot] = list(pages)
 
     def cells(self, slots: NDArray[np.integer], positions: NDArray[np.integer]) -> NDArray[np.uint32]:
         """Where positions of the slots' sequences are in the cache."""

@@ -88,6 +88,11 @@ class PagePool:
         self.kept = OrderedDict.fromkeys(page for page in order if not counts[page] and page in self.contents)
         self.free = [page for page in reversed(unheld) if page not in self.contents]
 
+    def forget_all(self, held: Iterable[int]) -> None:
+        """Nothing can be found any more: a Ctrl-C may have come in the midst of any change."""
+        self.contents, self.following, self.kept = {}, {}, OrderedDict()
+        self.recount(held)
+
     def record(self, pages: Items[int], ids: Items[int], first: int = 0) -> None:
         """Let later sequences find these pages, which hold `ids`, from page number `first` on.
 

@@ -158,7 +158,8 @@ class Scheduler:
         self.max_waiting = MAX_WAITING
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the oldest first; each has a slot
-        self.slots = list(range(min(engine.settings.slots, MAX_SEGMENTS) - 1, -1, -1))  # free ones
+        self.most = min(engine.settings.slots, MAX_SEGMENTS)  # requests that run together
+        self.slots = list(range(self.most - 1, -1, -1))  # free ones
         self.flight: Flight | None = None
         # whether a flight may begin behind prompts; a software adapter takes no more work before the step has ended
         self.begins_early = not engine.gpu.software
@@ -232,6 +233,8 @@ class Scheduler:
             with map_device_lost():
                 self._step()
         except BaseException as error:
+            if not isinstance(error, Exception):
+                self._recover()
             self._abandon()
             self._rewind()
             if isinstance(error, DeviceLost):
@@ -250,6 +253,15 @@ class Scheduler:
         else:
             self._land()
             self._mixed_step()
+
+    def _recover(self) -> None:
+        """After a Ctrl-C, which may come in the midst of any change: who runs has a slot and pages, nobody else."""
+        self.running = [r for r in self.running if r.state not in (State.DONE, State.PAUSED)]
+        self.waiting = deque(r for r in self.waiting if r not in self.running and r.state is not State.DONE)
+        self.engine.unchecked.intersection_update(request.sequence for request in self.running)
+        taken = {request.sequence.slot for request in self.running}
+        self.slots = [slot for slot in range(self.most - 1, -1, -1) if slot not in taken]
+        self.engine.cache.recover([request.sequence for request in self.running])
 
     def _rewind(self) -> None:
         """A Ctrl-C may have come between the rows of a step and their tokens: these rows are computed again. Or between
@@ -308,8 +320,10 @@ class Scheduler:
         if self.flight and self.flight.ended:
             self._land()  # the slots of those that ended are free
         while self.waiting and self.slots and self._start(self.waiting[0]):
-            request = self.waiting.popleft()
+            request = self.waiting[0]
             self.running.append(request)
+            self.waiting.popleft()
+            request.saved = None
             if request.state is State.PROMPT:
                 self._report(request)
 
@@ -338,7 +352,7 @@ class Scheduler:
                 return False
             cache.write(sequence, request.paused_at, byte_reader(request.saved))
             sequence.ids, sequence.checked = request.computed[: request.paused_at], request.paused_at
-            request.saved, request.state = None, State.DECODE if request.new else State.PROMPT
+            request.state = State.DECODE if request.new else State.PROMPT
         else:
             if request.cache_prompt and self._will_share(request.prompt):
                 return False
@@ -374,10 +388,10 @@ class Scheduler:
     def _pause(self, request: Request) -> None:
         request.paused_at = len(request.sequence)
         request.saved = list(self.engine.cache.read(request.sequence, request.paused_at)) if request.paused_at else None
+        self.waiting.appendleft(request)
         request.state = State.PAUSED
         self.running.remove(request)
         self._leave(request)
-        self.waiting.appendleft(request)
 
     # One step that waits: prompts, tokens that the host samples or whose grammar it follows
 
