@@ -71,7 +71,7 @@ LONG = (
     Weight(Storage.Q4, 31, 8448, 32, has_offset=True, scale_bits=8),
     Weight(Storage.Q6, 30, 8448, 16, scale_bits=8),
 )
-LONG_SUM = Weight(Storage.Q4, 30, 4096)  # nothing longer is summed on matrix units
+LONG_SUM = Weight(Storage.Q4, 30, 4096)  # of ffn_down nothing longer is summed on matrix units
 WIDE = (Weight(Storage.Q4, 8193, 64), Weight(Storage.Q4, 3073, 64))  # these n have other GEMM tiles
 
 InputMode = tuple[Inputs, Prologue]
