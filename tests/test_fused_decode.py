@@ -205,24 +205,29 @@ def test_the_cache_is_read_back(fused_gpu, tmp_path):
 # Several token rows
 
 
-@pytest.fixture
-def rows_gpu(fused_gpu, monkeypatch):
+@pytest.fixture(params=["norms in prologues", "norm stages", "norm stages, inputs in pieces"])
+def rows_gpu(fused_gpu, monkeypatch, request):
     """Steps of up to 4 rows are fused, as where the barrier was measured."""
     monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, measured_barrier=True))
-    monkeypatch.setattr(routes, "MAX_FUSED_VALUES", 1 << 20)
-    monkeypatch.setattr(routes, "FUSED_BATCH", {4: (1, 2)})
+    monkeypatch.setattr(routes, "FUSED_BATCH", {4: 2})
+    monkeypatch.setattr(routes, "NORM_STAGE_ROWS", 4 if "stages" in request.param else 8)
+    if "pieces" in request.param:
+        monkeypatch.setattr(routes, "piece_blocks", lambda half_sums, caps: 128)
     monkeypatch.setattr(
-        routes, "int8_result_lanes", lambda grid, caps: max(caps.subgroup, grid.invocations // 16)
+        routes, "int8_result_lanes", lambda rows, grid, caps: max(caps.subgroup, grid.invocations // 16)
     )  # 64 rows of gate and up in two passes
     return fused_gpu
 
 
 SHARED_ROWS = SHAPE | dict(
-    dim=256, layers=2, heads=2, biases=True, ggml_type=by_name(**{"1.ffn_down": "Q8_0", "": "Q4_1"})
+    dim=256, ffn=1088, layers=2, heads=2, biases=True, ggml_type=by_name(**{"1.ffn_down": "Q8_0", "": "Q4_1"})
 )
 
 
-def test_fused_rows_of_several_sequences(rows_gpu, tmp_path):
+INPUT_WIDTH = re.compile(r"const INPUT_WIDTH: u32 = (\w+);")
+
+
+def test_fused_rows_of_several_sequences(rows_gpu, tmp_path, request):
     """Fewer rows than the kernel takes, of one sequence and of three, at the first positions and in a split context."""
     path = tiny_llama(tmp_path / "m.gguf", **SHARED_ROWS)
     run = load_one(rows_gpu, path, **FAST_F16, slots=3, chunk=64)
@@ -230,6 +235,10 @@ def test_fused_rows_of_several_sequences(rows_gpu, tmp_path):
     for slot in (2, 0, 1):
         reserve(run.engine, slot, 64)
     assert [d.kernel for d in model.plan(3).dispatches].count("fused_layers") == 1
+    widths = {width for stage in fused_of(run).stages([0, 1], rows=4) for width in INPUT_WIDTH.findall(stage.source)}
+    assert widths == {"norms in prologues": {"K"}, "norm stages": {"256u", "128u", "1088u"}}.get(
+        request.node.callspec.params["rows_gpu"], {"256u", "128u"}
+    )
 
     def check(*segments: Segment) -> None:
         rows, position = sum(len(s.tokens) for s in segments), max(s.position for s in segments)
@@ -277,17 +286,15 @@ def test_rows_are_unfused_where_the_driver_refuses_their_kernel(rows_gpu, tmp_pa
     assert not fused_rows(run) and fused_kernels(run) == 1  # nobody asks again
 
 
-def test_widths_that_are_fused(fused_gpu, monkeypatch):
+def test_widths_that_are_fused(fused_gpu):
     """As many rows as are faster and fit workgroup memory, where the barrier was measured."""
     caps = replace(fused_gpu.caps, measured_barrier=True, cpu=False, subgroup=32, shared_bytes=49152, invocations=1024)
     llama_8b, llama_1b = (Attention(1, 32, 8, head_dim) for head_dim in (128, 64))
-    monkeypatch.setattr(routes, "MAX_FUSED_VALUES", 8192)
-    assert routes.fused_widths(4096, llama_8b, True, False, caps) == (2,)
-    assert routes.fused_widths(2048, llama_1b, True, False, caps) == (2, 4)
-    monkeypatch.setattr(routes, "MAX_FUSED_VALUES", 1 << 20)
     assert routes.fused_widths(4096, llama_8b, True, False, caps) == (2, 4, 8)
-    assert routes.fused_widths(4096, llama_8b, True, True, caps) == (2, 4)  # sums of 16 take more memory
-    assert routes.fused_widths(2048, llama_1b, True, True, caps) == (2, 4, 8)
+    assert routes.fused_widths(4096, llama_8b, True, True, caps) == (2, 4)  # groups of 16
+    assert routes.fused_widths(2048, llama_1b, True, False, caps) == (2, 4, 8, 16)
+    assert routes.fused_widths(5120, llama_8b, True, False, caps) == ()
+    assert routes.fused_widths(2048, llama_1b, True, False, replace(caps, shared_bytes=16384)) == (2, 4)
     assert routes.fused_widths(2048, llama_1b, False, False, caps) == ()
     assert routes.fused_widths(576, llama_1b, True, False, caps) == ()  # rows of 576 / 8 are no whole subgroups
     assert routes.fused_widths(2048, llama_1b, True, False, replace(caps, measured_barrier=False)) == ()
@@ -960,7 +967,7 @@ def test_nothing_is_read_before_the_wait_is_over(fused_gpu, tmp_path, precision,
 
 def test_nothing_is_read_before_the_wait_in_steps_of_several_rows(rows_gpu, tmp_path):
     run = load_one(rows_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE), precision=Precision.FAST)
-    assert late_reads(fused_of(run).stages([0, 1, 2], rows=4)) == 10
+    assert late_reads(fused_of(run).stages([0, 1, 2], rows=4)) == (11 if routes.has_norm_stages(4) else 10)
 
 
 def late_reads(stages: list[Stage]) -> int:

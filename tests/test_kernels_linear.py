@@ -354,20 +354,22 @@ def test_linear_gemv_fused(gpu, weight, prologue, inputs):
 
 @covers("linear_gemv_fused_batch")
 @pytest.mark.parametrize(
-    "weight, prologue",
+    "weight, prologue, rows",
     [
-        *((STAGES[0], prologue) for prologue in (Prologue.NONE, Prologue.NORM, Prologue.MERGE)),
-        *((weight, Prologue.NONE) for weight in STAGES[1:]),
-        (STAGES[2], Prologue.NORM),
+        *((STAGES[0], prologue, 4) for prologue in (Prologue.NONE, Prologue.NORM, Prologue.MERGE)),
+        *((weight, Prologue.NONE, 2) for weight in STAGES[1:]),
+        (STAGES[2], Prologue.NORM, 2),
+        *((STAGES[0], Prologue.BLOCKS, rows) for rows in routes.FUSED_BATCH),
+        *((weight, Prologue.BLOCKS, 4) for weight in STAGES[1:]),
     ],
-    ids=lambda value: value.name,
+    ids=lambda value: str(getattr(value, "name", value)),
 )
-def test_linear_gemv_fused_batch(gpu, weight, prologue):
-    """A stage of fused decode of several rows as a separate kernel, also with fewer rows than it takes."""
-    if gpu.caps.subgroup < 2 or (prologue is Prologue.NORM and weight.k % (8 * gpu.caps.subgroup)):
-        pytest.skip("the adapter lacks subgroups, or a row is no whole number of them")
+def test_linear_gemv_fused_batch(gpu, weight, prologue, rows):
+    """A stage of fused decode of several rows as a separate kernel, also with fewer rows than it takes, and with inputs
+    that are copied in pieces."""
+    if gpu.caps.subgroup < rows or (prologue is Prologue.NORM and weight.k % (8 * gpu.caps.subgroup)):
+        pytest.skip("the adapter's subgroups are too small, or a row is no whole number of them")
     shard, w = upload(gpu, weight)
-    rows = min(4, gpu.caps.subgroup)
     matrix, y = matrix_of(shard), gpu.zeros((rows + 1) * weight.n * 4, "y")
     given = linear_inputs(gpu, rows, weight.k, Inputs.INT8, prologue)
     want, step = given.values @ w.T, Steps(gpu)
@@ -375,7 +377,11 @@ def test_linear_gemv_fused_batch(gpu, weight, prologue):
     for m, count in ((rows, 1), (rows - 1, 64)):
         step.write_rows(m)
         route = routes.fused_linear(shard.shape(rows, Inputs.INT8, prologue), GridSize(count, 128), gpu.caps)
-        (found,) = make.linear(given.x, matrix, rows, ops.store(y, matrix), Inputs.INT8, given.prologue, (route,))
+        spec = given.prologue
+        if prologue is Prologue.BLOCKS:
+            piece = 32 * route.consts["LANES"] * route.consts["PREFETCH"] if count == 1 else weight.k
+            spec = replace(spec, consts={"INPUT_WIDTH": min(piece, weight.k)})
+        (found,) = make.linear(given.x, matrix, rows, ops.store(y, matrix), Inputs.INT8, spec, (route,))
         fill(gpu, y, rows + 1, weight.n)
         run(gpu, [replace(found, grid=(min(count, found.grid_for(m, 0)[0]), 1, 1))], m)
         got = gpu.read(y, np.float32, (rows + 1) * weight.n).reshape(-1, weight.n)

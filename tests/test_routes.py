@@ -366,8 +366,10 @@ def test_shares_of_query_heads_divide_them():
         (4, 1, 256, (256, 256), 1, (4, 8, 4)),  # Gemma 3 1B
         (5, 1, 256, (256, 256), 1, (1, 1, 4)),  # 5 heads cannot be halved
         (32, 4, 128, (128, 512), 2, (1, 2, 8)),
-        (32, 8, 64, (128, 512), 8, (1, 2, 8)),
-        (32, 4, 128, (256, 256), 8, (4, 2, 8)),
+        (24, 8, 128, (128, 512), 4, (3, 16, 8)),  # Llama 3.2 3B: without splits more workgroups share the heads
+        (32, 8, 64, (128, 512), 8, (2, 8, 8)),
+        (32, 4, 128, (256, 256), 8, (4, 4, 8)),
+        (32, 8, 64, (128, 512), 16, (1, 4, 4)),
         (8, 2, 192, (128, 512), 2, (1, 4, 4)),  # three runs a lane
     ],
 )
@@ -375,6 +377,23 @@ def test_query_heads_of_a_fused_kernel(heads, kv_heads, head_dim, grid, rows, co
     """Enough subgroups of a head to look at a short split at once, if necessary by more workgroups."""
     found = routes.fused_head_consts(Attention(1, heads, kv_heads, head_dim), routes.GridSize(*grid), GPU, rows)
     assert tuple(found[name] for name in ("HEAD_SHARES", "SUBGROUPS_PER_HEAD", "POSITIONS_IN_FLIGHT")) == consts
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, rows, segments, longest",
+    [
+        (32, 8, 2, 1, 8192),  # in splits
+        (32, 8, 8, 1, 8192),
+        (32, 8, 16, 1, 513),  # of one sequence: rows could share what they read
+        (32, 8, 16, 16, 8192),
+        (24, 8, 8, 8, 8192),
+        (12, 2, 4, 4, 193),  # few workgroups
+    ],
+)
+def test_contexts_of_a_fused_step(heads, kv_heads, rows, segments, longest):
+    shape = Attention(rows, heads, kv_heads, 128, segments=segments)
+    buckets = [bucket for bucket, _, _ in routes.CONTEXT_BUCKETS]
+    assert max(bucket for bucket in buckets if routes.fuses_context(shape, rows, bucket)) == longest
 
 
 # Every shape has a route, and every route is sound

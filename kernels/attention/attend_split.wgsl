@@ -174,11 +174,12 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     if (merged && index % SUBGROUP == 0u) { stats[layer() * (LINE_PADDING / 2u) + at] = vec2<f32>(top, total); }
     return;
   }
+  let first_block = layer() * (block_word(TOKENS, 0u, BLOCKS) + LINE_PADDING);
   for (var i = 0u; i < LANE_VEC4 / 2u; i++) {
     let out4 = head * (HEAD_DIM / 4u) + 2u * (LANES_PER_POSITION * i + lane);
     let result = eight(&acc, i, lane, index);
     if (TO_BLOCKS) {  // 4 lanes hold 32 dimensions
-      store_block(block_word(workgroup.z, out4 / 8u % BLOCKS, BLOCKS), BLOCKS, result[0] / total, result[1] / total, index, stores);
+      store_block(first_block + block_word(workgroup.z, out4 / 8u % BLOCKS, BLOCKS), BLOCKS, result[0] / total, result[1] / total, index, stores);
     } else if (stores) {
       store4(out4, result[0] / total);
       store4(out4 + 1u, result[1] / total);

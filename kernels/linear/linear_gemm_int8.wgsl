@@ -152,7 +152,7 @@ fn stage_tile(loads: ptr<function, TileLoads>, index: u32) {
   for (var i = 0u; i < X_SCALES; i++) {
     let n = index + i * WORKGROUP;
     if (n < SPANS * TILE_M) {
-      x_scale[n] = bitcast<f32>(bitcast<u32>((*loads).x_scale[i]) & 0xFFFFFFFCu);  // 22 bits: d * MAGIC is exact
+      x_scale[n] = (*loads).x_scale[i];  // 22 bits: d * MAGIC is exact
       if (HAS_OFFSET) { x_sum[n] = (*loads).x_sum[i]; }
     }
   }

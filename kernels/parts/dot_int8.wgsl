@@ -32,11 +32,12 @@ fn dot32(v: Inputs, w: Weights) -> f32 {
 }
 struct Unpacked { p: Planes, s: vec4<f32> }  // s: block_scales
 fn unpack(w: Weights) -> Unpacked { return Unpacked(signed_planes(w.raw), block_scales(w.s) * vec4<f32>(UNIT, 1.0, UNIT, 1.0)); }
-// Integer sums begin at the bits of MAGIC = 1.5 * 2^23, so that their bits are a float already: converting is slower.
+// Integer sums begin at the bits of MAGIC = 1.5 * 2^23, so that their bits are a float already: converting is slower. The scale of
+// an int8 block has 22 bits, so that its product with MAGIC is exact.
 const FIRST_BITS: i32 = 0x4B400000;
 const MAGIC: f32 = 12582912.0;
 fn add_dot(sum: f32, v: Inputs, u: Unpacked) -> f32 {
-  let d = bitcast<f32>(bitcast<u32>(v.scale.x) & 0xFFFFFFFCu);  // 22 bits: d * MAGIC is exact
+  let d = v.scale.x;
   let zero = d * -MAGIC;
   let low = FIRST_BITS + dot4I8Packed(u.p.even.x, v.even.x) + dot4I8Packed(u.p.even.y, v.even.y)
           + dot4I8Packed(u.p.odd.x, v.odd.x) + dot4I8Packed(u.p.odd.y, v.odd.y);

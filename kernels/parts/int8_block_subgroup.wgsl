@@ -23,5 +23,6 @@ fn quantise_block(a: vec4<f32>, b: vec4<f32>, index: u32) -> Int8Block {
   let j = index % 4u;
   let first = select(half, other, j > 1u);
   let factor = select(select(select(half + other, half + other - first, j == 2u), first, j == 1u), 1, j == 0u);
-  return Int8Block(even, odd, bitcast<u32>(f32(factor) * (top / 127.0)));
+  let d = bitcast<f32>(bitcast<u32>(top / 127.0) & 0xFFFFFFFCu);  // 22 bits, see dot_int8
+  return Int8Block(even, odd, bitcast<u32>(f32(factor) * d));
 }

@@ -221,8 +221,9 @@ class Engine:
         self.reserve(sequence, len(ids))
         total = np.zeros(self.config.dim)
         for _, piece in self.pieces(sequence, ids):
-            self.run(self.model.plan(len(piece), len(sequence)), sequence, piece)
-            self.recorder.submit([Step(self.model.hidden_plan(len(piece)), len(piece))])
+            position = len(sequence)
+            self.run(self.model.plan(len(piece), position), sequence, piece)
+            self.recorder.submit([Step(self.model.hidden_plan(len(piece), position), len(piece))])
             hidden = self.model.read_hidden(len(piece))
             total += hidden.sum(axis=0, dtype=np.float64)
         return total / len(ids), hidden[-1].astype(np.float64)

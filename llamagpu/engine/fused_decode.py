@@ -6,7 +6,7 @@ keep the line in its own cache.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 
@@ -30,6 +30,7 @@ from llamagpu.engine.routes import GridSize, Inputs, Prologue
 from llamagpu.engine.weights import Matrix, Weights
 from llamagpu.files.architectures import QkNorm
 from llamagpu.files.config import LayerKind, ModelConfig
+from llamagpu.files.storage import Layout
 from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer, base_buffer, padded_ranges
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Dispatch, Gpu
@@ -142,21 +143,24 @@ def layer_stride(width: int) -> int:
 
 def inter_stage_widths(c: ModelConfig, rows: int) -> tuple[int, ...]:
     """Words of a layer in the inter-stage buffers, in the order of InterStage."""
-    splits = rows * c.heads * routes.fused_max_splits(c.kv_heads, rows)
+    staged = routes.has_norm_stages(rows)
+    splits = 0 if staged else rows * c.heads * routes.fused_max_splits(c.kv_heads, rows)
+    blocks = (rows * c.dim * 3 // 8, rows * c.q_width * 3 // 8) if staged else (0, 0)
     act = c.hidden_width if rows == 1 else rows * c.ffn_dim * 3 // 8  # f32; int8 blocks
     raw = rows * (c.q_width + 2 * c.kv_width) if c.rotates_apart else 0
     branch = rows * c.dim if c.norms_after else 0
     attention = splits * c.head_dim, 2 * splits, 2 * rows * c.kv_width
-    return rows * c.q_width, rows * c.dim, act, *attention, raw, branch, branch, c.experts
+    return rows * c.q_width, rows * c.dim, act, *attention, raw, branch, branch, c.experts, *blocks, blocks[0]
 
 
 def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvType, caps: Caps) -> tuple[int, ...]:
     """The numbers of token rows that a fused kernel can take.
 
-    With a q8_0 cache, and with Tint, attention stores keys and values: a row could not read those of another row.
+    With a q8_0 cache, and with Tint, attention stores keys and values: a row could not read those of another row. Float
+    weights of several rows are faster unfused (F16, 1B on an H200: 2 rows 1282 us, fused 1832; 4 rows 1382 and 1948).
     """
     one_row = attention_stores(kv_type, caps) or config.rotates_apart or config.norms_after or config.experts
-    if one_row:  # kernel parts of the latter three take one row
+    if one_row or has_float_weights(weights):  # kernel parts of the latter three take one row
         return (1,)
     return (1, *routes.fused_widths(config.dim, attention_shape(config, 1), int8, has_half_sums(weights), caps))
 
@@ -175,10 +179,18 @@ def attention_rotates(c: ModelConfig, kv_type: KvType, caps: Caps) -> bool:
     return c.rotates_apart and c.qk_norm is not QkNorm.ROW and fits and kv_type is not KvType.F32
 
 
+def layouts(weights: Weights) -> Iterator[Layout]:
+    """Of all matrices of all layers."""
+    return (shard.layout for layer in weights.layers for matrix in layer.matrices for shard in matrix.shards)
+
+
 def has_half_sums(weights: Weights) -> bool:
     """Whether groups of 16 need the sums of half an int8 block."""
-    layouts = (shard.layout for layer in weights.layers for matrix in layer.matrices for shard in matrix.shards)
-    return any(layout.group == 16 for layout in layouts)
+    return any(layout.group == 16 for layout in layouts(weights))
+
+
+def has_float_weights(weights: Weights) -> bool:
+    return any(layout.storage.two_bytes for layout in layouts(weights))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +207,9 @@ class InterStage:
     attended: BufferRange  # results of attention and feed forward before the norms after them, where there are such
     fed_forward: BufferRange
     logits: BufferRange  # of experts
+    attn_blocks: BufferRange  # inputs of the linears of many rows: of qkv
+    head_blocks: BufferRange  # of the output projection
+    ffn_blocks: BufferRange  # of gate and up
 
 
 class FusedDecode:
@@ -321,7 +336,8 @@ class FusedDecode:
         keys, values = layer_range(cache.keys, count), layer_range(cache.values, count)
         x = self.stream(members[0], count + 1, rows)
         shape, parts = attention_shape(c, 1, kind=kind), ("split_count_dynamic",)
-        own: Consts = {"WORKGROUP": self.grid.invocations, "PARTIAL": True}
+        staged = routes.has_norm_stages(rows)  # inputs of linears are blocks that stages before them have left
+        own: Consts = {"WORKGROUP": self.grid.invocations, "PARTIAL": not staged}
         own |= routes.fused_head_consts(shape, self.grid, gpu.caps, rows)
         max_splits = routes.fused_max_splits(c.kv_heads, rows, int(own["HEAD_SHARES"]))
         splits: Consts = {"MAX_SPLITS": max_splits, "TOKENS": rows}
@@ -336,6 +352,8 @@ class FusedDecode:
         own_row = rotates or attention_stores(kv_type, gpu.caps)
         stored = KvType.Q8_0 if own_row else kv_type  # for q8_0 they are left for attention to store
         mode = AttentionMode(kv_type, own_row=own_row)
+        if staged:
+            buffers, mode = replace(buffers, out=between.head_blocks), replace(mode, out=Inputs.INT8)
         [attention] = self.ops.attend(shape, buffers, mode, consts=splits | own, parts=parts)
         merge = PrologueSpec(Prologue.MERGE, {"stats": between.stats}, splits | {"HEAD_DIM": c.head_dim}, parts)
 
@@ -394,7 +412,8 @@ class FusedDecode:
             consts = own.consts | {"AFTER_EPS": c.norm_eps, "BEFORE": before}
             return PrologueSpec(Prologue.SUM_NORM, bindings, consts)
 
-        split_count = f"splits_of({'layer_kind().x' if kind is None else f'{kind.window}u'})"
+        split_count: int | str = f"splits_of({'layer_kind().x' if kind is None else f'{kind.window}u'})"
+        split_count = 1 if staged else split_count
         live_rows: int | str = "step.rows" if rows > 1 else 1
 
         def to_mid(matrix: Matrix) -> Output:
@@ -406,6 +425,19 @@ class FusedDecode:
         def to_logits(matrix: Matrix) -> Output:
             return ops.rows(between.logits, matrix)
 
+        attend = Stage(attention.source, attention.bindings, (attention.grid_for(1, 0)[0], split_count, live_rows))
+        if staged:
+            assert first.attn_norm is not None and first.ffn_norm is not None
+            copy_blocks = PrologueSpec(Prologue.BLOCKS)
+            return [
+                self.norm(layer_range(first.attn_norm, count), x, between.attn_blocks, rows),
+                *linear(QKV, between.attn_blocks, to_qkv, self.inputs, copy_blocks),
+                attend,
+                *linear(ATTN_OUTPUT, between.head_blocks, to_mid, self.inputs, copy_blocks),
+                self.norm(layer_range(first.ffn_norm, count), between.mid, between.ffn_blocks, rows),
+                *linear(GATE_UP, between.ffn_blocks, to_act, self.inputs, copy_blocks),
+                *linear(DOWN, between.act, to_x, self.inputs, copy_blocks),
+            ]
         attention_inputs = sum_norm(first.post_ffw_norm, between.mid, x, first.attn_norm, before=True)
         ffn_inputs = sum_norm(first.post_attention_norm, x, between.mid, first.ffn_norm, before=False)
         ffn_x, router = between.attended if c.norms_after else between.mid, list[Stage]()
@@ -416,13 +448,20 @@ class FusedDecode:
         return [
             *linear(QKV, between.fed_forward if c.norms_after else x, to_qkv, self.inputs, attention_inputs),
             *self.rotate(kind, qk_norm, to_q, stored, rows),
-            Stage(attention.source, attention.bindings, (attention.grid_for(1, 0)[0], split_count, live_rows)),
+            attend,
             *linear(ATTN_OUTPUT, between.partial, to_mid, self.inputs, merge),
             *router,
             *gate_up,
             *linear(DOWN, between.act, to_x, down_inputs, self.chosen(down, chooses=False)),
             *self.norm_after(first.post_ffw_norm, count, between.fed_forward, between.mid, x),
         ]
+
+    def norm(self, weight: AnyBuffer, x: AnyBuffer, y: AnyBuffer, rows: int) -> Stage:
+        """From the residual stream to the blocks that a linear reads."""
+        consts = {"WORKGROUP": self.grid.invocations, "TOKENS": rows, "PREFETCHED": True}
+        table = tuple(replace(route, consts=consts) for route in routes.NORM_BLOCKS)
+        one = self.ops.rms_norm(x, weight, y, self.config.dim, self.config.stream_eps, rows, table=table)
+        return Stage(one.source, one.bindings, ("step.rows", 1, 1))
 
     def chosen(self, prologue: PrologueSpec, chooses: bool) -> PrologueSpec:
         """The prologue of a stage of the chosen experts, where there are experts: gate and up choose, down does not."""
@@ -482,12 +521,15 @@ class FusedDecode:
         for shard in matrix.shards:
             shape = shard.shape(rows, inputs, prologue.prologue, output(matrix).epilogue)
             shape = replace(shape, k=int(prologue.consts.get("INPUT_WIDTH", shape.k)))
-            route = routes.fused_linear(shape, self.grid, self.gpu.caps)
+            route = routes.fused_linear(shape, self.grid, self.gpu.caps, self.half_sums)
             busy.append(min(self.grid.workgroups, self.ops.workgroups(route, shape)))
             ready: Consts = {}
             if prologue.prologue is not Prologue.NONE:
                 ready = {"INPUTS_READY": bool(found) and busy[-1] <= busy[0]}
                 ready |= {"HALF_SUMS": self.half_sums} if inputs is Inputs.INT8 else {}
+            if prologue.prologue is Prologue.BLOCKS:
+                piece = routes.piece_width(shape, route, self.half_sums, self.gpu.caps)
+                ready |= {"INPUT_WIDTH": piece, "INPUTS_READY": bool(ready["INPUTS_READY"]) and piece == shape.k}
             own = replace(prologue, consts=prologue.consts | ready)
             # a bias that is not read is a norm: a range of a buffer that is bound anyway
             single = replace(matrix, shards=(shard,), bias=matrix.bias or as_buffer(self.weights.layers[0].norms[0]))

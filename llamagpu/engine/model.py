@@ -141,18 +141,21 @@ class Model(ABC):
         """
         width = self.plan_width(rows)
         segments = self.plan_segments(segments)
-        key = PlanKey(PlanKind.STEP, width, self.context_bucket(width, position), embed, segments)
+        key = PlanKey(PlanKind.STEP, width, self.context_bucket(width, position, segments), embed, segments)
         return self._cached(key, lambda: self.step_dispatches(key, position))
 
     def score_plan(self, rows: int) -> Plan:
         """From `rows` token rows to the log probability of each row's target."""
-        key = PlanKey(PlanKind.SCORE, rows, self.context_bucket(rows, 0))
-        return self._cached(key, lambda: self.score_dispatches(rows))
+        return self._cached(self.score_key(rows), lambda: self.score_dispatches(rows))
 
-    def hidden_plan(self, rows: int) -> Plan:
+    def score_key(self, rows: int) -> PlanKey:
+        return PlanKey(PlanKind.SCORE, rows, self.context_bucket(rows, 0))
+
+    def hidden_plan(self, rows: int, position: int = 0) -> Plan:
         """After a step of `rows` token rows: their hidden states after the last norm, for `read_hidden`."""
-        key = PlanKey(PlanKind.HIDDEN, self.plan_width(rows))  # of several rows: the grid follows the step
-        return self._cached(key, lambda: tagged([self.hidden_dispatch(key.width)], "output_norm", None))
+        width = self.plan_width(rows)  # of several rows: the grid follows the step
+        key = PlanKey(PlanKind.HIDDEN, width, self.context_bucket(width, position))
+        return self._cached(key, lambda: tagged([self.hidden_dispatch(key)], "output_norm", None))
 
     def sample_plan(
         self,
@@ -189,7 +192,7 @@ class Model(ABC):
         return segments
 
     @abstractmethod
-    def context_bucket(self, width: int, position: int) -> int: ...
+    def context_bucket(self, width: int, position: int, segments: int = 1) -> int: ...
 
     @abstractmethod
     def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]: ...
@@ -198,7 +201,7 @@ class Model(ABC):
     def score_dispatches(self, rows: int) -> list[Dispatch]: ...
 
     @abstractmethod
-    def hidden_dispatch(self, rows: int) -> Dispatch: ...
+    def hidden_dispatch(self, key: PlanKey) -> Dispatch: ...
 
     @abstractmethod
     def read_hidden(self, rows: int) -> NDArray[np.float32]:
@@ -334,8 +337,11 @@ class BufferModel(Model):
         return self.fused_decode is not None
 
     def fuses(self, width: int) -> bool:
-        """Whether the layers of a plan of `width` rows are fused."""
+        """Whether the layers of a plan of `width` rows are fused, where the context allows it."""
         return self.fused_decode is not None and self.fused_decode.takes(width)
+
+    def is_fused(self, key: PlanKey) -> bool:
+        return self.fuses(key.width) and key.bucket == 0
 
     @property
     def barrier(self) -> BufferRange | None:
@@ -372,12 +378,14 @@ class BufferModel(Model):
         """A power of two: few plans do for all numbers of sequences, and a segment without rows costs nothing."""
         return min(1 << (segments - 1).bit_length(), self.settings.slots, self.chunk)
 
-    def context_bucket(self, width: int, position: int) -> int:
-        """The context bucket: all its positions have the same plan. 0 if attention is the same for all."""
-        if self.fuses(width) or not routes.depends_on_context(self.attention(width), self.gpu.caps):
-            return 0
+    def context_bucket(self, width: int, position: int, segments: int = 1) -> int:
+        """The context bucket: all its positions have the same plan. 0 if attention is the same for all, or fused."""
         window = self.config.window or position + 1
-        return routes.context_bucket(min(position + 1, window))
+        bucket = routes.context_bucket(min(position + 1, window))
+        if self.fuses(width):
+            shape = attention_shape(self.config, width, segments)
+            return 0 if routes.fuses_context(shape, width, bucket) else bucket
+        return bucket if routes.depends_on_context(self.attention(width), self.gpu.caps) else 0
 
     def attention(self, m: int, bucket: int = 1, segments: int = 1, kind: LayerKind | None = None) -> Attention:
         int8, bucket = self.int8_attention and self.int8_kv is not None, max(1, bucket)
@@ -389,12 +397,12 @@ class BufferModel(Model):
     def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]:
         m, head = key.segments, self.weights.output  # rows of the output head
         inputs = self.inputs(m, head)
-        norm = self.norm(self.weights.output_norm, m, inputs, last_rows=True, x=self.after_layers(key.width))
+        norm = self.norm(self.weights.output_norm, m, inputs, last_rows=True, x=self.after_layers(key))
         logits = self.ops.output_head(self.normed(m), head, self.head_buffers(m), inputs)
         return [*self.body(key), *tagged([norm], "output_norm", None), *tagged(logits, "output", None)]
 
     def layer_dispatches(self, rows: int) -> list[Dispatch]:
-        return self.body(PlanKey(PlanKind.SCORE, rows, self.context_bucket(rows, 0)))
+        return self.body(self.score_key(rows))
 
     def body(self, key: PlanKey) -> list[Dispatch]:
         """From token rows to the residual stream after the last layer; keys and values go into the KV cache."""
@@ -403,7 +411,7 @@ class BufferModel(Model):
             dispatches += tagged(self.ops.embed(self.weights.token_embd, self.x, m), "embedding", None)
         if (scale := self.config.stored_embedding_scale) != 1:
             dispatches += tagged([self.ops.scale(self.x, self.config.dim, scale, m)], "embedding", None)
-        if self.fused_decode and self.fuses(m):
+        if self.fused_decode and self.is_fused(key):
             return dispatches + self.fused_decode.dispatches(m)
         splits: Splits | None = None
         for i, (layer, cache) in enumerate(zip(self.weights.layers, self.cache.layers, strict=True)):
@@ -411,9 +419,9 @@ class BufferModel(Model):
             dispatches += found
         return dispatches
 
-    def after_layers(self, m: int) -> AnyBuffer:
+    def after_layers(self, key: PlanKey) -> AnyBuffer:
         """The buffer in which `body` leaves the residual stream."""
-        return self.fused_decode.after_layers(m) if self.fused_decode and self.fuses(m) else self.x
+        return self.fused_decode.after_layers(key.width) if self.fused_decode and self.is_fused(key) else self.x
 
     def layer(
         self, i: int, layer: Layer, cache: LayerCache, key: PlanKey, splits: Splits | None
@@ -642,10 +650,10 @@ class BufferModel(Model):
             self.ops, kind, self.head_buffers(sampled), found, self.weights.token_embd, self.x
         )
 
-    def hidden_dispatch(self, rows: int) -> Dispatch:
+    def hidden_dispatch(self, key: PlanKey) -> Dispatch:
         c, norm = self.config, self.weights.output_norm
         self.hidden = self.hidden or self.gpu.zeros(self.chunk * c.dim * 4, "hidden")
-        return self.ops.rms_norm(self.after_layers(rows), norm, self.hidden, c.dim, c.stream_eps, rows)
+        return self.ops.rms_norm(self.after_layers(key), norm, self.hidden, c.dim, c.stream_eps, key.width)
 
     def read_hidden(self, rows: int) -> NDArray[np.float32]:
         assert self.hidden is not None
@@ -655,7 +663,7 @@ class BufferModel(Model):
         c, head, h = self.config, self.weights.output, self.normed(rows)
         inputs = self.inputs(rows, head)
         logits = self.score_buffer(rows * c.vocab, "all logits")  # [m, vocab]
-        x = self.after_layers(rows)
+        x = self.after_layers(self.score_key(rows))
         norm = self.norm(self.weights.output_norm, rows, inputs, x=x)
         shapes = [shard.shape(rows, inputs) for shard in head.shards]
         if not all(routes.fits_any(routes.LINEAR, shape, self.gpu.caps) for shape in shapes):

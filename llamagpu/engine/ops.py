@@ -343,7 +343,7 @@ class Ops:
         size, own = self.gpu.caps.subgroup, self.constants(route)
         sums = own.get("TOKENS", 1) // own.get("TOKEN_TEAMS", 1) * own.get("ROW_PAIRS", 1)
         lanes = own.get("LANES", own["WORKGROUP"])
-        if Role.STAGE in route.parts and size >= lanes:
+        if own.get("TOKENS", 1) > 1 and size >= lanes:  # sum_each
             return size % lanes == 0
         return size >= sums and lanes % size == 0
 

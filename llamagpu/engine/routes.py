@@ -37,6 +37,7 @@ class Prologue(StrEnum):
     NORM = "norm"  # rms_norm
     SUM_NORM = "sum_norm"  # the residual stream after a norm, then rms_norm
     MERGE = "merge"  # merges the splits of attention
+    BLOCKS = "blocks"  # copies int8 blocks into workgroup memory
 
 
 class Epilogue(StrEnum):
@@ -391,10 +392,14 @@ GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], .
 )
 
 GEMV_WIDTHS = (2, 4, 8, 16)  # most token rows of the GEMV kernels
-FUSED_BATCH = {2: (1, 4), 4: (2, 2), 8: (1, 2)}  # by token rows of a fused kernel: row pairs of a lane, prefetch depth
-# A step fused and unfused on an H200 (2026-11-16), us: 1B 2 rows 446 and 678, 4 rows 622 and 723, 8 rows 925 and 864;
-# 8B 2 rows 1865 and 2075, 4 rows 2720 and 2510.
-MAX_FUSED_VALUES = 8192  # rows x dim of a fused step
+FUSED_BATCH = {2: 4, 4: 2, 8: 2, 16: 1}  # prefetch depth by the token rows of a fused kernel
+# A step fused with norm stages and unfused on an H200 (2026-11-17), us: 1B 4 rows 542 and 692, 8 rows 650 and 773, 16
+# rows 880 and 987; 3B 1146 and 1490, 1490 and 1813, 2344 and 2500; 8B 2063 and 2347, 2669 and 2959, 4700 and 4659. With
+# norms in prologues 1B 2 rows 478, 4 rows 566, 8 rows 948; 8B 2 rows 1800, 4 rows 2959. Q4_K_M 1B 587 and 759, 901 and
+# 872, 1276 and 1143; 8B 2312 and 2573, 3568 and 3386.
+NORM_STAGE_ROWS = 4  # from so many rows on norms are stages of their own, and attention is not split
+MAX_FUSED_DIM, MAX_FUSED_VALUES = 4096, 49152  # dim, and rows x dim, of a fused step of several rows
+HALF_SUM_ROWS = 4  # most rows of a fused step with groups of 16, as of Q6_K
 GEMM_WIDTHS = (32, 64, 128, 256, 512)  # most token rows of plans with tiles of their own
 
 # Likewise, and from how many token rows to how many. Two pairs of rows share what is read of x; one pair leaves more
@@ -868,7 +873,7 @@ def attention_can_rotate(head_dim: int, rope_dims: int, run: int, caps: Caps) ->
     return (head_dim <= 128 or head_dim // lanes <= 8) and rope_dims % 4 == 0
 
 
-def fused_linear(s: Linear, grid: GridSize, caps: Caps) -> Route[Linear]:
+def fused_linear(s: Linear, grid: GridSize, caps: Caps, half_sums: bool = False) -> Route[Linear]:
     """As many lanes share two rows as give every subgroup something to do.
 
     The prefetch is shorter where f32 inputs, f16 or q6 weights take the registers (F16 -10 %, f32 inputs -2 to -5 % on
@@ -876,7 +881,7 @@ def fused_linear(s: Linear, grid: GridSize, caps: Caps) -> Route[Linear]:
     with 4 blocks of q6 1194 / 514 / 573, 2026-11-17).
     """
     if s.m > 1:
-        return _fused_batch(s, grid, caps)
+        return _fused_batch(s, grid, caps, half_sums)
     lanes = caps.subgroup
     while 2 * lanes <= grid.invocations and lanes < s.k // 32 and s.n * lanes <= grid.workgroups * grid.invocations:
         lanes *= 2
@@ -886,39 +891,70 @@ def fused_linear(s: Linear, grid: GridSize, caps: Caps) -> Route[Linear]:
     return Route("linear_gemv_fused", lambda s, c: is_gemv(s), "a fused stage", row_pair_grid, parts, consts)
 
 
-def _fused_batch(s: Linear, grid: GridSize, caps: Caps) -> Route[Linear]:
-    """Of one pair of rows for a lane or more, and of the lanes that share them, those that keep most lanes busy."""
-    most, prefetch = FUSED_BATCH[s.m]
-    most = min(most, max(1, caps.subgroup // s.m))  # lanes of a subgroup hold all sums
-    found = []
-    for pairs in range(1, most + 1):
-        lanes = caps.subgroup
-        while 2 * lanes <= grid.invocations and lanes < s.k // 32 and s.n // pairs * lanes <= invocations(grid):
-            lanes *= 2
-        found.append((s.n // (2 * pairs) * lanes, pairs, lanes))
-    _, pairs, lanes = max(found)
+def _fused_batch(s: Linear, grid: GridSize, caps: Caps, half_sums: bool) -> Route[Linear]:
+    """Half a subgroup shares two rows, or as many lanes as give every subgroup something to do."""
+    prefetch = min(FUSED_BATCH[s.m], 2) if s.storage is Storage.Q6 else FUSED_BATCH[s.m]
+    lanes = max(caps.subgroup // 2, s.m)
+    most = min(grid.invocations, piece_blocks(half_sums, caps) // (s.m * prefetch))
+    while 2 * lanes <= most and lanes < s.k // 32 and s.n * lanes <= grid.workgroups * grid.invocations:
+        lanes *= 2
     passes = 1
     if s.epilogue.needs_workgroup:
-        lanes, pairs = int8_result_lanes(grid, caps), most
-        passes = 64 // rows_per_workgroup({"WORKGROUP": grid.invocations, "LANES": lanes, "ROW_PAIRS": pairs})
-    consts = {"WORKGROUP": grid.invocations, "LANES": lanes, "ROW_PAIRS": pairs, "TOKENS": s.m}
-    consts |= {"PREFETCH": prefetch, "PASSES": passes}
+        lanes = int8_result_lanes(s.m, grid, caps)
+        passes = 64 // rows_per_workgroup({"WORKGROUP": grid.invocations, "LANES": lanes})
+    consts = {"WORKGROUP": grid.invocations, "LANES": lanes, "TOKENS": s.m, "PREFETCH": prefetch, "PASSES": passes}
     return Route(
         "linear_gemv_fused_batch", lambda s, c: block_aligned(s), "a fused stage", row_pair_grid, DOT_PARTS, consts
     )
 
 
-def invocations(grid: GridSize) -> int:
-    return grid.workgroups * grid.invocations
-
-
-def int8_result_lanes(grid: GridSize, caps: Caps) -> int:
+def int8_result_lanes(rows: int, grid: GridSize, caps: Caps) -> int:
     """Lanes that share rows, so that a workgroup covers no more than the 64 rows that epilogue_glu_blocks takes."""
-    return max(caps.subgroup, grid.invocations // 32)
+    return max(caps.subgroup // 2, grid.invocations // 32, rows)
+
+
+def has_norm_stages(rows: int) -> bool:
+    """Whether the inputs of a fused kernel are quantised once, not by each workgroup."""
+    return rows >= NORM_STAGE_ROWS
+
+
+def fuses_context(s: Attention, rows: int, bucket: int) -> bool:
+    """Whether attention of a fused step is fast over such a context.
+
+    Without splits it needs many workgroups where the context is long. It does not share keys and values between rows:
+    16 rows of one sequence of 1B at a depth of 2048 take 1382 us on an H200 (2026-11-17), unfused 1426; at 8192 2897
+    and 1735.
+    """
+    if not has_norm_stages(rows) or bucket < LONG_CONTEXT:
+        return True
+    busy = rows * s.kv_heads * unsplit_shares(s, rows) >= ENOUGH_WORKGROUPS // 2
+    return busy and (rows <= 8 or s.segments > 1 or bucket < FAR_CONTEXT)
+
+
+def unsplit_shares(s: Attention, rows: int) -> int:
+    """Workgroups that share the query heads of a KV head in a fused kernel, where no splits keep the cores busy."""
+    fitting = (n for n in range(1, s.heads_per_kv + 1) if n * s.kv_heads * rows <= ENOUGH_WORKGROUPS)
+    return max((n for n in fitting if s.heads_per_kv % n == 0), default=1)
+
+
+def piece_blocks(half_sums: bool, caps: Caps) -> int:
+    """Most int8 blocks of all rows in workgroup memory at a time: a power of two that leaves 8 KiB for other things."""
+    return 1 << (((caps.shared_bytes - 8192) // input_block_bytes(half_sums)).bit_length() - 1)
+
+
+def input_block_bytes(half_sums: bool) -> int:
+    """Of an int8 block in workgroup memory, see prologue_int8."""
+    return 48 if half_sums else 40
+
+
+def piece_width(s: Linear, route: Route[Linear], half_sums: bool, caps: Caps) -> int:
+    """Inputs of a token that a fused linear copies to workgroup memory at once: all, or those of a turn of its loop."""
+    whole = s.m * s.k // 32 <= piece_blocks(half_sums, caps)
+    return s.k if whole else min(s.k, 32 * route.consts["LANES"] * route.consts["PREFETCH"])
 
 
 def fused_widths(dim: int, attention: Attention, int8: bool, half_sums: bool, caps: Caps) -> tuple[int, ...]:
-    """For how many token rows the layers can be one kernel: int8 inputs of so many rows fit into workgroup memory.
+    """For how many token rows the layers can be one kernel: their int8 inputs fit into workgroup memory.
 
     Only where the barrier was measured: elsewhere each kernel would have to be compared with unfused layers first.
     """
@@ -927,32 +963,37 @@ def fused_widths(dim: int, attention: Attention, int8: bool, half_sums: bool, ca
         return ()
 
     def fits(rows: int, grid: GridSize) -> bool:
-        pairs = min(FUSED_BATCH[rows][0], max(1, subgroup // rows))
-        covered = 2 * pairs * grid.invocations // int8_result_lanes(grid, caps)  # rows of a workgroup at once
-        sums = grid.invocations // subgroup * pairs * rows * 8 + rows * (128 + dim // (2 * subgroup))
-        inputs = rows * width * (48 if half_sums else 40) // 32
-        memory = inputs + sums + fused_shared_bytes(attention, grid, caps, rows)
+        lanes = int8_result_lanes(rows, grid, caps)
+        covered = 2 * grid.invocations // lanes  # rows of a workgroup at once
+        sums = grid.invocations // subgroup * rows * 8 + rows * (128 + dim // (2 * subgroup))
+        piece = piece_blocks(half_sums, caps)
+        blocks = piece if has_norm_stages(rows) else rows * width // 32
+        memory = blocks * input_block_bytes(half_sums) + sums + fused_shared_bytes(attention, grid, caps, rows)
         spare = caps.shared_bytes - 1024  # with all but 400 bytes taken a kernel did not return (H200)
-        return covered in (16, 32, 64) and pairs * rows <= subgroup and memory <= spare
+        in_turn = rows * lanes * FUSED_BATCH[rows]  # blocks that a turn of the loop needs
+        return covered in (16, 32, 64) and rows <= subgroup and memory <= spare and in_turn <= piece
 
-    widths = (rows for rows in FUSED_BATCH if rows * dim <= MAX_FUSED_VALUES)
+    def faster(rows: int) -> bool:
+        return dim <= MAX_FUSED_DIM and rows * dim <= MAX_FUSED_VALUES and (rows <= HALF_SUM_ROWS or not half_sums)
+
     sizes = grid_sizes(dim, attention.heads_per_kv, caps)
-    return tuple(rows for rows in widths if all(fits(rows, grid) for grid in sizes))
+    return tuple(rows for rows in FUSED_BATCH if faster(rows) and all(fits(rows, grid) for grid in sizes))
 
 
 SHORT_SPLIT = constants("split_count_dynamic")["SHORT_SPLIT"]  # positions of a split of a short context, at most
 
 
 def fused_head_consts(attention: Attention, grid: GridSize, caps: Caps, rows: int = 1) -> dict[str, int]:
-    """attend_split in a fused kernel: the query heads of a workgroup share its subgroups, or half of them where many
-    rows leave little workgroup memory. Where those see fewer positions at once than a short split has (of an f16 KV
-    cache; of q8_0 they see twice as many), workgroups share the heads: on an H200 (2026-11-17) a token of Gemma 3 1B
-    takes 634 us instead of 680, of Qwen 3 30B-A3B 1408 instead of 1457."""
+    """attend_split in a fused kernel: the query heads of a workgroup share its subgroups. Where those see fewer
+    positions at once than a short split has (of an f16 KV cache; of q8_0 they see twice as many), workgroups share the
+    heads: on an H200 (2026-11-17) a token of Gemma 3 1B takes 634 us instead of 680, of Qwen 3 30B-A3B 1408 instead of
+    1457. So they do where there are no splits to keep the cores busy."""
     lanes = position_lanes(attention.head_dim, 8, caps, rows)
     positions = caps.subgroup // lanes["LANES_PER_POSITION"] * lanes["POSITIONS_IN_FLIGHT"]  # of a subgroup, at once
-    subgroups = grid.invocations // caps.subgroup // (2 if rows > 4 else 1)
-    shares, heads = 1, attention.heads_per_kv
-    while heads % 2 == 0 and subgroups // heads * positions < SHORT_SPLIT:
+    subgroups = grid.invocations // caps.subgroup
+    shares = unsplit_shares(attention, rows) if has_norm_stages(rows) else 1
+    heads = attention.heads_per_kv // shares
+    while not has_norm_stages(rows) and heads % 2 == 0 and subgroups // heads * positions < SHORT_SPLIT:
         shares, heads = 2 * shares, heads // 2
     own = {"HEAD_SHARES": shares, "SUBGROUPS_PER_HEAD": 1 << max(0, (subgroups // heads).bit_length() - 1)}
     return own | {"POSITIONS_IN_FLIGHT": lanes["POSITIONS_IN_FLIGHT"]}
@@ -1215,6 +1256,7 @@ def int8_position_bytes(head_dim: int) -> int:
 # attend_split by the positions that it looks back over: (from, splits at most, subgroups per head at most). Whole
 # tokens of four models were timed with 20 settings each at 16 to 2048 positions on an H200 (2026-11-15).
 CONTEXT_BUCKETS = ((1, 4, 2), (65, 4, 4), (193, 8, 4), (513, 16, 8), (1537, 32, 8), (8192, 64, 8))
+LONG_CONTEXT, FAR_CONTEXT = 513, 1537  # buckets
 ENOUGH_WORKGROUPS = 128  # to keep the cores of an H200 busy
 MAX_SPLITS = 64
 MAX_SPLIT_ROWS = 512  # rows x splits of attend_int8, for which there is memory

@@ -65,7 +65,7 @@ class TextureModel(Model):
     def plan_width(self, rows: int) -> int:
         return min(rows, 2)
 
-    def context_bucket(self, width: int, position: int) -> int:
+    def context_bucket(self, width: int, position: int, segments: int = 1) -> int:
         """The context bucket: the grid of one row's scores is fixed, so each doubling of the context has a plan."""
         if width > 1:
             return 0
@@ -185,8 +185,8 @@ class TextureModel(Model):
         found = Candidates(vocab, ops.argmax_candidates(vocab), self.ops.argmax_rows)
         return self.sampler.dispatches(self.ops, kind, self.head_buffers(sampled), found, None, None)
 
-    def hidden_dispatch(self, rows: int) -> Dispatch:
-        return self.norm(self.x, self.weights.output_norm, rows)
+    def hidden_dispatch(self, key: PlanKey) -> Dispatch:
+        return self.norm(self.x, self.weights.output_norm, key.width)
 
     def read_hidden(self, rows: int) -> NDArray[np.float32]:
         dim = self.config.dim

@@ -95,6 +95,7 @@ BATCH_STAGES = (
     (Weight(Storage.Q4, 71, 2048), (Inputs.INT8, Prologue.MERGE)),
     *((weight, (Inputs.INT8, Prologue.NONE)) for weight in LONG),
 )
+COPIED_INPUTS = (Inputs.INT8, Prologue.BLOCKS)
 
 
 def linear_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
@@ -160,7 +161,7 @@ def mode_bound(gpu: Gpu, mode: InputMode) -> Bound:
     inputs, prologue = mode
     if inputs is not Inputs.INT8:
         return F32
-    if prologue is not Prologue.NONE:
+    if prologue not in (Prologue.NONE, Prologue.BLOCKS):
         return REQUANTISED
     return F32 if gpu.exact_int8_sums else ROUNDED_SUMS
 
@@ -175,14 +176,17 @@ def distinct(table: Iterable[Route[S]]) -> Iterable[Route[S]]:
 
 
 def stage_cases(gpu: Gpu) -> Iterator[Case]:
-    """Stages of fused decode as separate kernels, of one row and of four, with fewer workgroups than rows need.
+    """Stages of fused decode as separate kernels, of one row and of several, with fewer workgroups than rows need.
 
-    Two shapes have more iterations than the prefetch covers, and lanes that are idle in the last one.
+    Two shapes have more iterations than the prefetch covers, and lanes that are idle in the last one. Their inputs are
+    copied in pieces.
     """
     one = ((weight, mode, 1) for weight, mode in STAGES)
     four = ((weight, mode, 4) for weight, mode in BATCH_STAGES if weight.k % (8 * max(1, gpu.caps.subgroup)) == 0)
-    for weight, mode, m in (*one, *four) if gpu.caps.subgroup >= 4 else ():
-        route = routes.fused_linear(weight.shape(m, *mode), GridSize(1, 128), gpu.caps)
+    rows = (m for m in routes.FUSED_BATCH if routes.has_norm_stages(m) and m <= gpu.caps.subgroup)
+    many = ((weight, COPIED_INPUTS, m) for weight, m in product((Weight(Storage.Q4, 71, 2048), *LONG), rows))
+    for weight, mode, m in (*one, *four, *many) if gpu.caps.subgroup >= 4 else ():
+        route = routes.fused_linear(weight.shape(m, *mode), GridSize(1, 128), gpu.caps, half_sums=True)
         compare = partial(linear, gpu, replace(route, grid=lambda *_: (3, 1, 1)), weight, mode, m)
         yield Case(route.kernel, f"{weight.name}, {mode_name(mode)}, m {m}", compare, mode_bound(gpu, mode))
 
@@ -198,8 +202,11 @@ def run_linear(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode, 
     """Run the linear; return the [m, n] results in float64."""
     shard, packed = weight.upload(gpu)
     given = linear_inputs(gpu, m, weight.k, *mode)
-    make = Ops(gpu, step_buffer(gpu, m))
-    run(gpu, make.linear(given.x, matrix_of(shard), m, output, given.inputs, given.prologue, only(route)), m)
+    prologue, make = given.prologue, Ops(gpu, step_buffer(gpu, m))
+    if mode == COPIED_INPUTS:
+        piece = routes.piece_width(weight.shape(m, *mode), route, half_sums=True, caps=gpu.caps)
+        prologue = replace(prologue, consts={"INPUT_WIDTH": piece})
+    run(gpu, make.linear(given.x, matrix_of(shard), m, output, given.inputs, prologue, only(route)), m)
     return np.asarray(given.values @ rows_of(packed, np.arange(weight.n)).T)
 
 

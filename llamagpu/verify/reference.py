@@ -160,6 +160,7 @@ def quantise_blocks(x: Array) -> Array:
     values = x.astype(np.float64).reshape(len(x), -1, 32)
     d = np.abs(values).max(axis=2, keepdims=True) / 127
     integers = np.rint(values / np.where(d == 0, 1, d)).astype(np.int8)
+    d = (d.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFFFFC)).view(np.float32).astype(np.float64)  # 22 bits
     blocks = np.zeros(integers.shape[:2], INT8_BLOCK)
     blocks["even"], blocks["odd"] = integers[..., ::2], integers[..., 1::2]
     low, high = integers[..., :16].sum(axis=2), integers[..., 16:].sum(axis=2)
@@ -286,7 +287,8 @@ def linear_inputs(
         return LinearInputs(gpu.upload(x, "x"), _as_seen(values, inputs), inputs, spec)
     if inputs is Inputs.INT8:
         blocks = quantise_blocks(x)
-        return LinearInputs(gpu.upload(block_planes(blocks), "x"), dequantise_blocks(blocks), inputs)
+        on_device = gpu.upload(block_planes(blocks), "x")
+        return LinearInputs(on_device, dequantise_blocks(blocks), inputs, PrologueSpec(prologue))
     if inputs is Inputs.F16:
         words = f16_blocks(x)
         return LinearInputs(gpu.upload(words, "x"), values_of_f16(words, m), inputs)
