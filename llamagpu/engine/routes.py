@@ -853,7 +853,7 @@ def grid_sizes(dim: int, heads_per_kv: int, caps: Caps) -> tuple[GridSize, ...]:
     On an H200 many small workgroups are better for a model with little to do in a layer (SmolLM2 -8 %, 2026-11-15;
     Qwen 3 0.6B -13 %, Gemma 3 1B -4 %, 2026-11-17). With Dawn, whose barrier takes half the time, they are better up to
     3072 wide (tok/s: 1B 2359 to 2465, 3B 1129 to 1191, Qwen 3 4B 837 to 854, 30B-A3B 695 to 710; but 8B 648 to 589).
-    With wgpu one token gains 2 %, but several rows are not fused then (a step of 4 rows of 1B 565 to 692 us).
+    With wgpu one token gains 2 %, but several rows are slower (a step of 4 rows of 8B 2063 to 2346 us).
     """
     if caps.cpu:
         return (GridSize(1, 256),)  # for tests: llvmpipe runs as many as it has threads, and ends long loops
