@@ -219,6 +219,7 @@ def check_blocks(got: Array, want: Array, bound: Bound = F32) -> None:
     """Each value rounded to a step of 1/127 of its block's largest; the sums are of the stored values, not `want`."""
     blocks, d = want.reshape(len(want), -1, 32), got["scale"][..., 0].astype(np.float64)
     assert_close(d, np.abs(blocks).max(axis=2) / 127, *bound, "scale")
+    assert not (got["scale"][..., 0].copy().view(np.uint32) & 3).any(), "scales of more than 22 bits"
     integers = block_integers(got)
     assert (np.abs(integers * d[..., None] - blocks) <= d[..., None] * (0.5 + 100 * bound[1]) + 1e-30).all()
     low, high = integers[..., :16].sum(axis=2), integers[..., 16:].sum(axis=2)

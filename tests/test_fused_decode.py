@@ -145,6 +145,17 @@ def test_shards_share_the_inputs_of_the_first_prologue(fused_gpu, tmp_path, othe
     assert found[0] == ["false"] and found[1] == [ready]
 
 
+@pytest.mark.parametrize("most, ready", [(1024, "true"), (16, "false")], ids=["whole", "in pieces"])
+def test_shards_share_copied_inputs(fused_gpu, tmp_path, monkeypatch, most, ready):
+    """Unless pieces of them have been copied over the first ones."""
+    monkeypatch.setattr(routes, "piece_blocks", lambda half_sums, caps: most)
+    shape = SHAPE | dict(dim=512, kv_heads=2, layers=1, ggml_type=by_name(**{"attn_v": "Q8_0", "": "Q4_0"}))
+    fused = fused_of(load_one(fused_gpu, tiny_llama(tmp_path / "m.gguf", **shape), **FAST_F16))
+    assert len(fused.weights.layers[0].qkv.shards) == 2
+    sources = [stage.source for stage in fused.stages([0], rows=4) if stage.column == 0]
+    assert [re.findall(r"const INPUTS_READY: bool = (\w+);", source) for source in sources] == [["false"], [ready]]
+
+
 def test_inputs_that_workgroup_memory_does_not_hold(fused_gpu, tmp_path):
     """The down projection reads f32 inputs where they are; as int8 blocks they fit."""
     path = tiny_llama(tmp_path / "m.gguf", **SHAPE | dict(layers=2, ffn=fused_gpu.caps.shared_bytes // 4))
@@ -205,18 +216,20 @@ def test_the_cache_is_read_back(fused_gpu, tmp_path):
 # Several token rows
 
 
-@pytest.fixture(params=["norms in prologues", "norm stages", "norm stages, inputs in pieces"])
+@pytest.fixture(params=["2 rows, norms in prologues", "4 rows, norm stages"])
 def rows_gpu(fused_gpu, monkeypatch, request):
-    """Steps of up to 4 rows are fused, as where the barrier was measured."""
+    """Steps of up to so many rows are fused, as where the barrier was measured; a short prefetch compiles faster."""
     monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, measured_barrier=True))
-    monkeypatch.setattr(routes, "FUSED_BATCH", {4: 2})
-    monkeypatch.setattr(routes, "NORM_STAGE_ROWS", 4 if "stages" in request.param else 8)
-    if "pieces" in request.param:
-        monkeypatch.setattr(routes, "piece_blocks", lambda half_sums, caps: 128)
+    monkeypatch.setattr(routes, "FUSED_PREFETCH", {int(request.param[0]): 1})
+    monkeypatch.setattr(routes, "piece_blocks", lambda half_sums, caps: 128)  # two for the widest inputs
     monkeypatch.setattr(
         routes, "int8_result_lanes", lambda rows, grid, caps: max(caps.subgroup, grid.invocations // 16)
     )  # 64 rows of gate and up in two passes
     return fused_gpu
+
+
+def most_rows() -> int:
+    return max(routes.FUSED_PREFETCH)
 
 
 SHARED_ROWS = SHAPE | dict(
@@ -227,18 +240,16 @@ SHARED_ROWS = SHAPE | dict(
 INPUT_WIDTH = re.compile(r"const INPUT_WIDTH: u32 = (\w+);")
 
 
-def test_fused_rows_of_several_sequences(rows_gpu, tmp_path, request):
-    """Fewer rows than the kernel takes, of one sequence and of three, at the first positions and in a split context."""
-    path = tiny_llama(tmp_path / "m.gguf", **SHARED_ROWS)
-    run = load_one(rows_gpu, path, **FAST_F16, slots=3, chunk=64)
-    model, references = run.model, [reference_of(run, path) for _ in range(3)]
+def test_fused_rows_of_several_sequences(rows_gpu, tmp_path, monkeypatch):
+    """Fewer rows than the kernel takes, of one sequence and of several, at first positions and in a split context."""
+    path = tiny_llama(tmp_path / "m.gguf", **SHARED_ROWS, context=128)
+    run = load_one(rows_gpu, path, **FAST_F16, slots=3, chunk=64, context=128)
+    model, references, most = run.model, [reference_of(run, path) for _ in range(3)], most_rows()
     for slot in (2, 0, 1):
-        reserve(run.engine, slot, 64)
-    assert [d.kernel for d in model.plan(3).dispatches].count("fused_layers") == 1
-    widths = {width for stage in fused_of(run).stages([0, 1], rows=4) for width in INPUT_WIDTH.findall(stage.source)}
-    assert widths == {"norms in prologues": {"K"}, "norm stages": {"256u", "128u", "1088u"}}.get(
-        request.node.callspec.params["rows_gpu"], {"256u", "128u"}
-    )
+        reserve(run.engine, slot, 128)
+    assert [d.kernel for d in model.plan(most).dispatches].count("fused_layers") == 1
+    *_, down = fused_of(run).stages([0, 1], rows=most)  # of 1088 inputs
+    assert INPUT_WIDTH.findall(down.source) == (["128u"] if most == 4 else [])
 
     def check(*segments: Segment) -> None:
         rows, position = sum(len(s.tokens) for s in segments), max(s.position for s in segments)
@@ -249,24 +260,70 @@ def test_fused_rows_of_several_sequences(rows_gpu, tmp_path, request):
         want = [references[s.slot].forward(list(s.tokens))[-1] for s in segments]
         assert_close(got, np.array(want), *INT8, str(segments))
 
-    check(Segment(1, 0, token_ids(3)))
+    check(Segment(1, 0, token_ids(max(2, most - 1))))
     check(Segment(2, 0, token_ids(40, seed=1)))
-    check(
-        Segment(2, 40, token_ids(1, seed=2)), Segment(0, 0, token_ids(2, seed=3)), Segment(1, 3, token_ids(1, seed=4))
-    )
-    check(Segment(2, 41, token_ids(4, seed=5)))
+    check(Segment(2, 40, token_ids(1, seed=2)), Segment(0, 0, token_ids(most - 1, seed=3)))
+    check(Segment(2, 41, token_ids(most, seed=5)))
     assert not timed_out(rows_gpu, fused_of(run).barrier)
+    if most == 2:
+        return
+    check(*(Segment(s, position, token_ids(1, seed=s)) for s, position in enumerate((3, 3, 45))))
+    monkeypatch.setattr(routes, "LONG_CONTEXT", 65)  # from there on unfused: attention has few workgroups
+    for position in (63, 64):
+        fused = "fused_layers" in [d.kernel for d in model.plan(4, position).dispatches]
+        (hidden,) = model.hidden_plan(4, position).dispatches
+        assert fused == (position == 63) == (hidden.bindings["x"] != model.x)
+    check(Segment(2, 46, token_ids(18, seed=6)))
+    check(Segment(2, 64, token_ids(3, seed=7)), Segment(0, 4, token_ids(1, seed=8)))
+    check(Segment(0, 5, token_ids(3, seed=9)))
 
 
 def test_fused_rows_that_a_barrier_spoilt_are_computed_again(rows_gpu, tmp_path):
     run = load_one(rows_gpu, tiny_llama(tmp_path / "m.gguf", **SHARED_ROWS), **FAST_F16)
-    want = run.logits_after([1, 2, 3])
+    ids = [1, 2, 3, 4][: most_rows()]
+    want = run.logits_after(ids)
     run.clear()
     assert run.model.barrier and fused_rows(run)
     rows_gpu.write(run.model.barrier, np.array([1], np.uint32), offset=4)  # timed out: nobody waits any more
-    got = run.logits_after([1, 2, 3])
-    assert not run.model.fused and not fused_rows(run)
+    got = run.logits_after(ids)
+    assert run.model.fused and not fused_rows(run)  # the kernel of one row was probed
     assert np.square(got - want).sum() < 1e-3 * np.square(want).sum()
+    break_barrier(run, 1)
+    again = run.logits_after([4])
+    assert not run.model.fused and np.isfinite(again).all()
+
+
+PLAIN_ROWS = SHARED_ROWS | dict(kv_heads=2, ggml_type="Q4_0")
+
+
+@pytest.fixture
+def all_rows_gpu(fused_gpu, monkeypatch):
+    """Steps are fused as where the barrier was measured; a short prefetch compiles faster."""
+    monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, measured_barrier=True))
+    monkeypatch.setattr(routes, "FUSED_PREFETCH", {2: 1, 8: 1})
+    return fused_gpu
+
+
+@pytest.mark.slow
+def test_fused_steps_of_any_width(all_rows_gpu, tmp_path):
+    """Kernels of 1, 2 and 8 rows share buffers; so do rows of one sequence and of four."""
+    path = tiny_llama(tmp_path / "m.gguf", **PLAIN_ROWS)
+    run = load_one(all_rows_gpu, path, **FAST_F16, slots=4, chunk=16)
+    model, references, ends = run.model, [reference_of(run, path) for _ in range(4)], [0] * 4
+    for slot in range(4):
+        reserve(run.engine, slot, 64)
+    steps = ((7, 0, 0, 0), (0, 2, 0, 0), (1, 1, 2, 1), (0, 0, 3, 5), (1, 0, 1, 0), (0, 0, 0, 1), (4, 2, 1, 1))
+    for number, counts in enumerate(steps):
+        segments = [Segment(s, ends[s], token_ids(n, seed=9 * number + s)) for s, n in enumerate(counts) if n]
+        rows, position = sum(counts), max(s.position for s in segments)
+        model.write_step(segments)
+        plan = model.plan(rows, position, segments=len(segments))
+        assert [d.kernel for d in plan.dispatches].count("fused_layers") == 1
+        run.engine.recorder.submit([Step(plan, rows, position)])
+        got = all_rows_gpu.read(model.logits, np.float32, len(segments) * 288).reshape(-1, 288)
+        want = [references[s.slot].forward(list(s.tokens))[-1] for s in segments]
+        assert_close(got, np.array(want), *INT8, str(counts))
+        ends = [end + n for end, n in zip(ends, counts, strict=True)]
 
 
 def test_rows_are_unfused_where_the_driver_refuses_their_kernel(rows_gpu, tmp_path, monkeypatch):
@@ -293,6 +350,7 @@ def test_widths_that_are_fused(fused_gpu):
     assert routes.fused_widths(4096, llama_8b, True, False, caps) == (2, 4, 8)
     assert routes.fused_widths(4096, llama_8b, True, True, caps) == (2, 4)  # groups of 16
     assert routes.fused_widths(2048, llama_1b, True, False, caps) == (2, 4, 8, 16)
+    assert routes.fused_widths(3072, Attention(1, 24, 8, 128), True, False, caps) == (2, 4, 8, 16)
     assert routes.fused_widths(5120, llama_8b, True, False, caps) == ()
     assert routes.fused_widths(2048, llama_1b, True, False, replace(caps, shared_bytes=16384)) == (2, 4)
     assert routes.fused_widths(2048, llama_1b, False, False, caps) == ()
@@ -301,7 +359,7 @@ def test_widths_that_are_fused(fused_gpu):
 
 
 def fused_rows(run: OneSequence) -> bool:
-    return "fused_layers" in [dispatch.kernel for dispatch in run.model.plan(3).dispatches]
+    return "fused_layers" in [dispatch.kernel for dispatch in run.model.plan(most_rows()).dispatches]
 
 
 # Slabs
@@ -967,7 +1025,11 @@ def test_nothing_is_read_before_the_wait_is_over(fused_gpu, tmp_path, precision,
 
 def test_nothing_is_read_before_the_wait_in_steps_of_several_rows(rows_gpu, tmp_path):
     run = load_one(rows_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE), precision=Precision.FAST)
-    assert late_reads(fused_of(run).stages([0, 1, 2], rows=4)) == (11 if routes.has_norm_stages(4) else 10)
+    found = late_reads(fused_of(run).stages([0, 1, 2], rows=most_rows()))
+    if routes.has_norm_stages(most_rows()):
+        assert found == 11  # x | blocks | q, keys, values | blocks, x | mid | blocks | act, mid
+    else:
+        assert found == 10  # x | q, keys, values | partial, stats, x | mid | act, mid
 
 
 def late_reads(stages: list[Stage]) -> int:

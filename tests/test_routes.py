@@ -370,6 +370,7 @@ def test_shares_of_query_heads_divide_them():
         (32, 8, 64, (128, 512), 8, (2, 8, 8)),
         (32, 4, 128, (256, 256), 8, (4, 4, 8)),
         (32, 8, 64, (128, 512), 16, (1, 4, 4)),
+        (24, 8, 128, (128, 512), 16, (1, 2, 4)),  # more would not fit beside the inputs
         (8, 2, 192, (128, 512), 2, (1, 4, 4)),  # three runs a lane
     ],
 )
@@ -385,7 +386,8 @@ def test_query_heads_of_a_fused_kernel(heads, kv_heads, head_dim, grid, rows, co
         (32, 8, 2, 1, 8192),  # in splits
         (32, 8, 8, 1, 8192),
         (32, 8, 16, 1, 513),  # of one sequence: rows could share what they read
-        (32, 8, 16, 16, 8192),
+        (32, 8, 16, 2, 513),  # 15 of one and one of another
+        (32, 8, 16, 9, 8192),
         (24, 8, 8, 8, 8192),
         (12, 2, 4, 4, 193),  # few workgroups
     ],
@@ -393,7 +395,7 @@ def test_query_heads_of_a_fused_kernel(heads, kv_heads, head_dim, grid, rows, co
 def test_contexts_of_a_fused_step(heads, kv_heads, rows, segments, longest):
     shape = Attention(rows, heads, kv_heads, 128, segments=segments)
     buckets = [bucket for bucket, _, _ in routes.CONTEXT_BUCKETS]
-    assert max(bucket for bucket in buckets if routes.fuses_context(shape, rows, bucket)) == longest
+    assert max(bucket for bucket in buckets if routes.fuses_context(shape, bucket)) == longest
 
 
 # Every shape has a route, and every route is sound

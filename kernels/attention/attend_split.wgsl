@@ -36,7 +36,7 @@ const OWN_HEADS: u32 = HEADS / KV_HEADS / HEAD_SHARES;  // query heads of a work
 const WORKGROUP: u32 = OWN_HEADS * SUBGROUPS_PER_HEAD * SUBGROUP;  // or more: the other invocations idle
 const LANE_VEC4: u32 = HEAD_DIM / 4u / LANES_PER_POSITION;  // vec4s of a lane
 const STRIDE: u32 = SUBGROUPS_PER_HEAD * SUBGROUP / LANES_PER_POSITION;  // from a position of a lane to its next
-@group(0) @binding(0) var<storage, read_write> y: array<u32>;            // [m, HEADS, HEAD_DIM] f32 or blocks; or partial sums, padded after each layer
+@group(0) @binding(0) var<storage, read_write> y: array<u32>;            // [m, HEADS, HEAD_DIM] f32; blocks or partial sums, padded after each layer
 @group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;  // [layers or m, HEADS, splits] (top, total), padded
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;            // q [layers or m, ROW_HEADS, HEAD_DIM], padded
 @group(0) @binding(8) var<uniform> step: Step;

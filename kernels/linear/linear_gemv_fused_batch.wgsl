@@ -60,7 +60,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
       let last = IN_FLIGHT == ITERATIONS || i + IN_FLIGHT >= iterations;
       let next_row = select(row, row + to_next, last);
       let next_block = select(lane + (i + IN_FLIGHT) * LANES, lane, last);
-      let first_input = stage_piece(i * LANES, index);
+      let first_input = copy_piece(i * LANES, index);
       for (var j = 0u; j < IN_FLIGHT; j++) {
         let a = unpack(w[j].a); let b = unpack(w[j].b);
         if (!last || has_next) { w[j] = fetch_pair(next_row, next_block + j * LANES); }

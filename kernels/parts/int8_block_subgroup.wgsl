@@ -1,7 +1,7 @@
 // Role int8_block, by subgroup shuffles.
 // quantise_block(a, b, index) quantises 32 activations to an int8 block (as ggml's q8_1) of 12 words.
 // Four neighbouring invocations bring eight values each. Words 0-3 are the even values as int8, words 4-7 the odd ones,
-// words 8-11 are d = largest magnitude / 127 and d * sum of the first 16 values, of the last 16 and of all 32, which
+// words 8-11 are d = largest magnitude / 127, cut to 22 bits, and d * sum of the first 16 values, of the last 16 and of all 32, which
 // symmetric and offset weights need. Invocation j of the four gets words j, 4 + j and 8 + j to store.
 // Every invocation must call it.
 struct Int8Block { even: u32, odd: u32, scale: u32 }

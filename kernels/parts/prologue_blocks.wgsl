@@ -1,6 +1,6 @@
 // Role prologue: the inputs of a linear of TOKENS tokens are int8 blocks that an earlier stage has left (see inputs_int8). Every
 // workgroup copies them to workgroup memory, all at once or in pieces of INPUT_WIDTH inputs of each token.
-// Every invocation must call run_prologue, and stage_piece before it reads a piece. Needs K % 32 == 0.
+// Every invocation must call run_prologue, and copy_piece before it reads a piece. Needs K % 32 == 0.
 // Parts: prologue_int8; grid_barrier (or unfused).
 const K: u32 = 32u;
 const INPUT_WIDTH: u32 = K;
@@ -26,7 +26,7 @@ fn run_prologue(index: u32) {
   wait(index);
   if (INPUT_WIDTH == K) { copy_inputs(0u, index); }
 }
-fn stage_piece(first: u32, index: u32) -> u32 {  // the block that is the first one of inputs(), from block `first` on
+fn copy_piece(first: u32, index: u32) -> u32 {  // the block that is the first one of inputs(), from block `first` on
   if (INPUT_WIDTH == K) { return 0u; }
   workgroupBarrier();  // the piece before has been read
   copy_inputs(first, index);

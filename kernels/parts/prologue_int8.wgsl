@@ -2,9 +2,9 @@
 // (see inputs_int8).
 // store_inputs(a, b, octet, index, in_range) quantises and stores the eight values from 8 * octet on; every invocation
 // must call it. inputs(token, b) = block b.
-// Needs INPUT_WIDTH % 32 == 0. Parts: prologue_norm, prologue_sum_norm or prologue_merge, int8_block_*.
+// Needs INPUT_WIDTH % 32 == 0. Parts: a prologue_*, int8_block_*.
 const K: u32 = 32u;
-const INPUT_WIDTH: u32 = K;  // more than a row of the weights where several experts have inputs
+const INPUT_WIDTH: u32 = K;  // more than a row of the weights where several experts have inputs, less for a piece of them
 const TOKENS: u32 = 1u;
 const HALF_SUMS: bool = true;  // keep the sums of 16 values too, for groups of 16
 const SCALE_VEC2: u32 = select(1u, 2u, HALF_SUMS);

@@ -238,26 +238,36 @@ class Engine:
     def check(self) -> bool:
         """Whether the results since the last check are right.
 
-        If a grid barrier timed out, fused decode ends for good; if subgroups are not of the size that was probed, the
-        kernels without subgroups are used for good. Then everything since the last check is computed again.
+        If a grid barrier timed out, fused steps of several rows end for good, and if there were none, fused decode; if
+        subgroups are not of the size that was probed, the kernels without subgroups are used for good. Then everything
+        since the last check is computed again.
         """
-        wrong = True
-        if self.barrier_timed_out() and isinstance(self.model, BufferModel):
-            self.model.unfuse()
-            log.warning(
-                "workgroups that wait for each other did not run at the same time: decode goes on unfused, more slowly"
-            )
-        elif self.subgroups_differ():
-            self._without_subgroups()
-            log.info("subgroups are not of the size that was probed: kernels without them are used")
-        else:
-            wrong = False
-        for sequence in list(self.unchecked):
-            if wrong:
+        right = True
+        while self._changed_kernels():
+            right = False
+            for sequence in list(self.unchecked):
                 self._recompute(sequence)
+        for sequence in self.unchecked:
             sequence.checked = len(sequence)
         self.unchecked.clear()
-        return not wrong
+        return right
+
+    def _changed_kernels(self) -> bool:
+        """Whether kernels have computed wrong numbers, and others take their place."""
+        if self.barrier_timed_out() and isinstance(self.model, BufferModel):
+            several = self.model.unfuse_rows()
+            if not several:
+                self.model.unfuse()
+            what = "steps of several rows go" if several else "decode goes"
+            log.warning(
+                "workgroups that wait for each other did not run at the same time: %s on unfused, more slowly", what
+            )
+            return True
+        if self.subgroups_differ():
+            self._without_subgroups()
+            log.info("subgroups are not of the size that was probed: kernels without them are used")
+            return True
+        return False
 
     def barrier_timed_out(self) -> bool:
         return self.model.barrier is not None and timed_out(self.gpu, self.model.barrier)

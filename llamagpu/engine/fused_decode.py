@@ -149,7 +149,7 @@ def inter_stage_widths(c: ModelConfig, rows: int) -> tuple[int, ...]:
     act = c.hidden_width if rows == 1 else rows * c.ffn_dim * 3 // 8  # f32; int8 blocks
     raw = rows * (c.q_width + 2 * c.kv_width) if c.rotates_apart else 0
     branch = rows * c.dim if c.norms_after else 0
-    attention = splits * c.head_dim, 2 * splits, 2 * rows * c.kv_width
+    attention = splits * c.head_dim, 2 * splits, 2 * c.kv_width if rows == 1 else 0
     return rows * c.q_width, rows * c.dim, act, *attention, raw, branch, branch, c.experts, *blocks, blocks[0]
 
 
@@ -238,6 +238,7 @@ class FusedDecode:
         self.half_sums = has_half_sums(weights)
         self.grid = routes.grid_sizes(config.dim, config.heads_per_kv, self.gpu.caps)[0]
         self.same_storage = False  # one kernel for each run of layers of the same storage
+        self.spin_limit = PROBE_SPIN_LIMIT
         self.layer_tables: dict[bytes, Buffer] = {}
         words = (max(each) for each in zip(*(inter_stage_widths(config, rows) for rows in widths), strict=True))
         most = max(map(len, self.runs(same_storage=False)))  # layers of a kernel
@@ -355,7 +356,6 @@ class FusedDecode:
         if staged:
             buffers, mode = replace(buffers, out=between.head_blocks), replace(mode, out=Inputs.INT8)
         [attention] = self.ops.attend(shape, buffers, mode, consts=splits | own, parts=parts)
-        merge = PrologueSpec(Prologue.MERGE, {"stats": between.stats}, splits | {"HEAD_DIM": c.head_dim}, parts)
 
         def linear(
             column: int,
@@ -382,10 +382,37 @@ class FusedDecode:
         def to_qkv(matrix: Matrix) -> Output:
             return ops.rows(between.raw, matrix) if c.rotates_apart else ops.qkv(c, kind, matrix, to_q, stored)
 
+        def to_mid(matrix: Matrix) -> Output:
+            return ops.rows(between.attended, matrix) if c.norms_after else ops.sum_to(between.mid, x, matrix)
+
+        def to_x(matrix: Matrix) -> Output:
+            return ops.rows(between.fed_forward, matrix) if c.norms_after else ops.sum_to(x, between.mid, matrix, 1)
+
+        def to_blocks(matrix: Matrix) -> Output:
+            return ops.glu_blocks(between.act, matrix, c.activation, persistent=True)
+
+        units, live_rows = attention.grid_for(1, 0)[0], "step.rows" if rows > 1 else 1
+        if staged:
+            assert first.attn_norm is not None and first.ffn_norm is not None
+            copied = PrologueSpec(Prologue.BLOCKS)
+            return [
+                self.norm_stage(layer_range(first.attn_norm, count), x, between.attn_blocks, rows),
+                *linear(QKV, between.attn_blocks, to_qkv, self.inputs, copied),
+                Stage(attention.source, attention.bindings, (units, 1, live_rows)),
+                *linear(ATTN_OUTPUT, between.head_blocks, to_mid, self.inputs, copied),
+                self.norm_stage(layer_range(first.ffn_norm, count), between.mid, between.ffn_blocks, rows),
+                *linear(GATE_UP, between.ffn_blocks, to_blocks, self.inputs, copied),
+                *linear(DOWN, between.act, to_x, self.inputs, copied),
+            ]
+
+        split_count = f"splits_of({'layer_kind().x' if kind is None else f'{kind.window}u'})"
+        merge = PrologueSpec(Prologue.MERGE, {"stats": between.stats}, splits | {"HEAD_DIM": c.head_dim}, parts)
+
         def to_act(matrix: Matrix) -> Output:
-            if rows > 1:
-                return ops.glu_blocks(between.act, matrix, c.activation, persistent=True)
-            return ops.glu(between.act, matrix, c.activation, not fits)
+            return to_blocks(matrix) if rows > 1 else ops.glu(between.act, matrix, c.activation, not fits)
+
+        def to_logits(matrix: Matrix) -> Output:
+            return ops.rows(between.logits, matrix)
 
         # inputs of the down projection that do not fit into workgroup memory are read from global memory
         more = expert_bytes(c, self.int8)
@@ -412,32 +439,6 @@ class FusedDecode:
             consts = own.consts | {"AFTER_EPS": c.norm_eps, "BEFORE": before}
             return PrologueSpec(Prologue.SUM_NORM, bindings, consts)
 
-        split_count: int | str = f"splits_of({'layer_kind().x' if kind is None else f'{kind.window}u'})"
-        split_count = 1 if staged else split_count
-        live_rows: int | str = "step.rows" if rows > 1 else 1
-
-        def to_mid(matrix: Matrix) -> Output:
-            return ops.rows(between.attended, matrix) if c.norms_after else ops.sum_to(between.mid, x, matrix)
-
-        def to_x(matrix: Matrix) -> Output:
-            return ops.rows(between.fed_forward, matrix) if c.norms_after else ops.sum_to(x, between.mid, matrix, 1)
-
-        def to_logits(matrix: Matrix) -> Output:
-            return ops.rows(between.logits, matrix)
-
-        attend = Stage(attention.source, attention.bindings, (attention.grid_for(1, 0)[0], split_count, live_rows))
-        if staged:
-            assert first.attn_norm is not None and first.ffn_norm is not None
-            copy_blocks = PrologueSpec(Prologue.BLOCKS)
-            return [
-                self.norm(layer_range(first.attn_norm, count), x, between.attn_blocks, rows),
-                *linear(QKV, between.attn_blocks, to_qkv, self.inputs, copy_blocks),
-                attend,
-                *linear(ATTN_OUTPUT, between.head_blocks, to_mid, self.inputs, copy_blocks),
-                self.norm(layer_range(first.ffn_norm, count), between.mid, between.ffn_blocks, rows),
-                *linear(GATE_UP, between.ffn_blocks, to_act, self.inputs, copy_blocks),
-                *linear(DOWN, between.act, to_x, self.inputs, copy_blocks),
-            ]
         attention_inputs = sum_norm(first.post_ffw_norm, between.mid, x, first.attn_norm, before=True)
         ffn_inputs = sum_norm(first.post_attention_norm, x, between.mid, first.ffn_norm, before=False)
         ffn_x, router = between.attended if c.norms_after else between.mid, list[Stage]()
@@ -448,7 +449,7 @@ class FusedDecode:
         return [
             *linear(QKV, between.fed_forward if c.norms_after else x, to_qkv, self.inputs, attention_inputs),
             *self.rotate(kind, qk_norm, to_q, stored, rows),
-            attend,
+            Stage(attention.source, attention.bindings, (units, split_count, live_rows)),
             *linear(ATTN_OUTPUT, between.partial, to_mid, self.inputs, merge),
             *router,
             *gate_up,
@@ -456,7 +457,7 @@ class FusedDecode:
             *self.norm_after(first.post_ffw_norm, count, between.fed_forward, between.mid, x),
         ]
 
-    def norm(self, weight: AnyBuffer, x: AnyBuffer, y: AnyBuffer, rows: int) -> Stage:
+    def norm_stage(self, weight: AnyBuffer, x: AnyBuffer, y: AnyBuffer, rows: int) -> Stage:
         """From the residual stream to the blocks that a linear reads."""
         consts = {"WORKGROUP": self.grid.invocations, "TOKENS": rows, "PREFETCHED": True}
         table = tuple(replace(route, consts=consts) for route in routes.NORM_BLOCKS)
@@ -580,10 +581,14 @@ class FusedDecode:
                 for seed in (1, 2, 3)
             )
             if passed and not timed_out(self.gpu, self.barrier):
-                limit = max(PROBE_SPIN_LIMIT, int(WAIT_S / self.spin_seconds()))
-                self.gpu.write(self.barrier, np.array([0, 0, limit, 0], np.uint32))
+                self.spin_limit = max(PROBE_SPIN_LIMIT, int(WAIT_S / self.spin_seconds()))
+                self.restore_barrier()
                 return True
         return False
+
+    def restore_barrier(self) -> None:
+        """As after the probe: nobody has arrived or timed out."""
+        self.gpu.write(self.barrier, np.array([0, 0, self.spin_limit, 0], np.uint32))
 
     def spin_seconds(self) -> float:
         """The time of one spin: a workgroup waits for another one that is not dispatched."""

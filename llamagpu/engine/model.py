@@ -59,7 +59,7 @@ class PlanKind(Enum):
 class PlanKey:
     kind: PlanKind
     width: int = 1  # token rows
-    bucket: int = 0  # context bucket; 0: the plan does not depend on it
+    bucket: int = 0  # context bucket; 0: the plan does not depend on it, as a fused one
     embed: bool = True
     segments: int = 1  # sequences that the rows belong to
     sampling: SampleKind | None = None
@@ -341,11 +341,20 @@ class BufferModel(Model):
         return self.fused_decode is not None and self.fused_decode.takes(width)
 
     def is_fused(self, key: PlanKey) -> bool:
-        return self.fuses(key.width) and key.bucket == 0
+        return key.bucket == 0 and self.fuses(key.width)
 
     @property
     def barrier(self) -> BufferRange | None:
         return self.sampler.barrier if self.fused_decode else None
+
+    def unfuse_rows(self) -> bool:
+        """Disable fused steps of several rows, whose kernels were never probed. False if none was compiled."""
+        if not self.fused_decode or not any(made for rows, made in self.fused_decode.compiled.items() if rows > 1):
+            return False
+        self.fused_decode.compiled = {1: True}
+        self.clear_plans()
+        self.fused_decode.restore_barrier()
+        return True
 
     def unfuse(self) -> None:
         """Disable fused decode: every op of one row becomes a separate dispatch, which can be timed.
@@ -382,9 +391,11 @@ class BufferModel(Model):
         """The context bucket: all its positions have the same plan. 0 if attention is the same for all, or fused."""
         window = self.config.window or position + 1
         bucket = routes.context_bucket(min(position + 1, window))
-        if self.fuses(width):
-            shape = attention_shape(self.config, width, segments)
-            return 0 if routes.fuses_context(shape, width, bucket) else bucket
+        if self.fused_decode and width in self.fused_decode.compiled:
+            if not routes.fuses_context(attention_shape(self.config, width, segments), bucket):
+                return bucket
+            if self.fuses(width):
+                return 0
         return bucket if routes.depends_on_context(self.attention(width), self.gpu.caps) else 0
 
     def attention(self, m: int, bucket: int = 1, segments: int = 1, kind: LayerKind | None = None) -> Attention:

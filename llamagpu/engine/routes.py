@@ -392,13 +392,15 @@ GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], .
 )
 
 GEMV_WIDTHS = (2, 4, 8, 16)  # most token rows of the GEMV kernels
-FUSED_BATCH = {2: 4, 4: 2, 8: 2, 16: 1}  # prefetch depth by the token rows of a fused kernel
+FUSED_PREFETCH = {2: 4, 4: 2, 8: 2, 16: 1}  # prefetch depth by the token rows of a fused kernel
 # A step fused with norm stages and unfused on an H200 (2026-11-17), us: 1B 4 rows 542 and 692, 8 rows 650 and 773, 16
 # rows 880 and 987; 3B 1146 and 1490, 1490 and 1813, 2344 and 2500; 8B 2063 and 2347, 2669 and 2959, 4700 and 4659. With
 # norms in prologues 1B 2 rows 478, 4 rows 566, 8 rows 948; 8B 2 rows 1800, 4 rows 2959. Q4_K_M 1B 587 and 759, 901 and
 # 872, 1276 and 1143; 8B 2312 and 2573, 3568 and 3386.
 NORM_STAGE_ROWS = 4  # from so many rows on norms are stages of their own, and attention is not split
 MAX_FUSED_DIM, MAX_FUSED_VALUES = 4096, 49152  # dim, and rows x dim, of a fused step of several rows
+FUSED_BYTES = 8192  # of workgroup memory that pieces of inputs leave to other things
+SPARE_BYTES = 1024  # with all but 400 bytes taken a kernel did not return (H200)
 HALF_SUM_ROWS = 4  # most rows of a fused step with groups of 16, as of Q6_K
 GEMM_WIDTHS = (32, 64, 128, 256, 512)  # most token rows of plans with tiles of their own
 
@@ -873,7 +875,7 @@ def attention_can_rotate(head_dim: int, rope_dims: int, run: int, caps: Caps) ->
     return (head_dim <= 128 or head_dim // lanes <= 8) and rope_dims % 4 == 0
 
 
-def fused_linear(s: Linear, grid: GridSize, caps: Caps, half_sums: bool = False) -> Route[Linear]:
+def fused_linear(s: Linear, grid: GridSize, caps: Caps, half_sums: bool = True) -> Route[Linear]:
     """As many lanes share two rows as give every subgroup something to do.
 
     The prefetch is shorter where f32 inputs, f16 or q6 weights take the registers (F16 -10 %, f32 inputs -2 to -5 % on
@@ -892,11 +894,12 @@ def fused_linear(s: Linear, grid: GridSize, caps: Caps, half_sums: bool = False)
 
 
 def _fused_batch(s: Linear, grid: GridSize, caps: Caps, half_sums: bool) -> Route[Linear]:
-    """Half a subgroup shares two rows, or as many lanes as give every subgroup something to do."""
-    prefetch = min(FUSED_BATCH[s.m], 2) if s.storage is Storage.Q6 else FUSED_BATCH[s.m]
+    """Half a subgroup shares two rows, or as many lanes as give every subgroup something to do. A turn of their loop
+    takes no more inputs than a piece has."""
+    prefetch = min(FUSED_PREFETCH[s.m], 2) if s.storage is Storage.Q6 else FUSED_PREFETCH[s.m]
     lanes = max(caps.subgroup // 2, s.m)
-    most = min(grid.invocations, piece_blocks(half_sums, caps) // (s.m * prefetch))
-    while 2 * lanes <= most and lanes < s.k // 32 and s.n * lanes <= grid.workgroups * grid.invocations:
+    most = piece_blocks(half_sums, caps) // (s.m * prefetch) if has_norm_stages(s.m) else grid.invocations
+    while 2 * lanes <= min(most, grid.invocations) and lanes < s.k // 32 and s.n * lanes <= invocations(grid):
         lanes *= 2
     passes = 1
     if s.epilogue.needs_workgroup:
@@ -906,6 +909,10 @@ def _fused_batch(s: Linear, grid: GridSize, caps: Caps, half_sums: bool) -> Rout
     return Route(
         "linear_gemv_fused_batch", lambda s, c: block_aligned(s), "a fused stage", row_pair_grid, DOT_PARTS, consts
     )
+
+
+def invocations(grid: GridSize) -> int:
+    return grid.workgroups * grid.invocations
 
 
 def int8_result_lanes(rows: int, grid: GridSize, caps: Caps) -> int:
@@ -918,17 +925,17 @@ def has_norm_stages(rows: int) -> bool:
     return rows >= NORM_STAGE_ROWS
 
 
-def fuses_context(s: Attention, rows: int, bucket: int) -> bool:
-    """Whether attention of a fused step is fast over such a context.
+def fuses_context(s: Attention, bucket: int) -> bool:
+    """Whether a fused step is fast over such a context.
 
-    Without splits it needs many workgroups where the context is long. It does not share keys and values between rows:
-    16 rows of one sequence of 1B at a depth of 2048 take 1382 us on an H200 (2026-11-17), unfused 1426; at 8192 2897
-    and 1735.
+    Without splits attention needs many workgroups where the context is long. It does not share keys and values between
+    rows: 16 rows of one sequence of 1B at a depth of 2048 take 1382 us on an H200 (2026-11-17), unfused 1426; at 8192,
+    the end of that bucket, 2897 and 1735.
     """
-    if not has_norm_stages(rows) or bucket < LONG_CONTEXT:
+    if not has_norm_stages(s.m) or bucket < LONG_CONTEXT:
         return True
-    busy = rows * s.kv_heads * unsplit_shares(s, rows) >= ENOUGH_WORKGROUPS // 2
-    return busy and (rows <= 8 or s.segments > 1 or bucket < FAR_CONTEXT)
+    busy = s.m * s.kv_heads * unsplit_shares(s, s.m) >= ENOUGH_WORKGROUPS // 2
+    return busy and (s.m <= 8 or s.m < 2 * s.segments or bucket < FAR_CONTEXT)
 
 
 def unsplit_shares(s: Attention, rows: int) -> int:
@@ -937,9 +944,14 @@ def unsplit_shares(s: Attention, rows: int) -> int:
     return max((n for n in fitting if s.heads_per_kv % n == 0), default=1)
 
 
+def row_bytes(rows: int, grid: GridSize, caps: Caps) -> int:
+    """Workgroup memory of a linear of several rows besides its inputs: sums by subgroup, results for int8 blocks."""
+    return rows * (8 * grid.invocations // caps.subgroup + 128)
+
+
 def piece_blocks(half_sums: bool, caps: Caps) -> int:
-    """Most int8 blocks of all rows in workgroup memory at a time: a power of two that leaves 8 KiB for other things."""
-    return 1 << (((caps.shared_bytes - 8192) // input_block_bytes(half_sums)).bit_length() - 1)
+    """Most int8 blocks of all rows in workgroup memory at a time: a power of two."""
+    return 1 << (((caps.shared_bytes - FUSED_BYTES) // input_block_bytes(half_sums)).bit_length() - 1)
 
 
 def input_block_bytes(half_sums: bool) -> int:
@@ -965,19 +977,20 @@ def fused_widths(dim: int, attention: Attention, int8: bool, half_sums: bool, ca
     def fits(rows: int, grid: GridSize) -> bool:
         lanes = int8_result_lanes(rows, grid, caps)
         covered = 2 * grid.invocations // lanes  # rows of a workgroup at once
-        sums = grid.invocations // subgroup * rows * 8 + rows * (128 + dim // (2 * subgroup))
         piece = piece_blocks(half_sums, caps)
         blocks = piece if has_norm_stages(rows) else rows * width // 32
-        memory = blocks * input_block_bytes(half_sums) + sums + fused_shared_bytes(attention, grid, caps, rows)
-        spare = caps.shared_bytes - 1024  # with all but 400 bytes taken a kernel did not return (H200)
-        in_turn = rows * lanes * FUSED_BATCH[rows]  # blocks that a turn of the loop needs
+        squares = 0 if has_norm_stages(rows) else rows * dim // (2 * subgroup)
+        memory = blocks * input_block_bytes(half_sums) + row_bytes(rows, grid, caps) + squares
+        memory += fused_shared_bytes(attention, grid, caps, rows)
+        spare = caps.shared_bytes - SPARE_BYTES
+        in_turn = rows * lanes * FUSED_PREFETCH[rows]  # blocks that a turn of the loop needs
         return covered in (16, 32, 64) and rows <= subgroup and memory <= spare and in_turn <= piece
 
     def faster(rows: int) -> bool:
         return dim <= MAX_FUSED_DIM and rows * dim <= MAX_FUSED_VALUES and (rows <= HALF_SUM_ROWS or not half_sums)
 
     sizes = grid_sizes(dim, attention.heads_per_kv, caps)
-    return tuple(rows for rows in FUSED_BATCH if faster(rows) and all(fits(rows, grid) for grid in sizes))
+    return tuple(rows for rows in FUSED_PREFETCH if faster(rows) and all(fits(rows, grid) for grid in sizes))
 
 
 SHORT_SPLIT = constants("split_count_dynamic")["SHORT_SPLIT"]  # positions of a split of a short context, at most
@@ -995,7 +1008,11 @@ def fused_head_consts(attention: Attention, grid: GridSize, caps: Caps, rows: in
     heads = attention.heads_per_kv // shares
     while not has_norm_stages(rows) and heads % 2 == 0 and subgroups // heads * positions < SHORT_SPLIT:
         shares, heads = 2 * shares, heads // 2
-    own = {"HEAD_SHARES": shares, "SUBGROUPS_PER_HEAD": 1 << max(0, (subgroups // heads).bit_length() - 1)}
+    per_head = max(1, subgroups // heads)
+    if has_norm_stages(rows):  # what half of them leave has to fit beside a piece of inputs
+        partials = (FUSED_BYTES - SPARE_BYTES - row_bytes(rows, grid, caps)) // (heads * (4 * attention.head_dim + 8))
+        per_head = min(per_head, 2 * max(1, partials))
+    own = {"HEAD_SHARES": shares, "SUBGROUPS_PER_HEAD": 1 << (per_head.bit_length() - 1)}
     return own | {"POSITIONS_IN_FLIGHT": lanes["POSITIONS_IN_FLIGHT"]}
 
 
@@ -1256,7 +1273,7 @@ def int8_position_bytes(head_dim: int) -> int:
 # attend_split by the positions that it looks back over: (from, splits at most, subgroups per head at most). Whole
 # tokens of four models were timed with 20 settings each at 16 to 2048 positions on an H200 (2026-11-15).
 CONTEXT_BUCKETS = ((1, 4, 2), (65, 4, 4), (193, 8, 4), (513, 16, 8), (1537, 32, 8), (8192, 64, 8))
-LONG_CONTEXT, FAR_CONTEXT = 513, 1537  # buckets
+LONG_CONTEXT, FAR_CONTEXT = (CONTEXT_BUCKETS[i][0] for i in (3, 4))
 ENOUGH_WORKGROUPS = 128  # to keep the cores of an H200 busy
 MAX_SPLITS = 64
 MAX_SPLIT_ROWS = 512  # rows x splits of attend_int8, for which there is memory
