@@ -293,7 +293,7 @@ def test_fused_rows_that_a_barrier_spoilt_are_computed_again(rows_gpu, tmp_path)
     assert not run.model.fused and np.isfinite(again).all()
 
 
-PLAIN_ROWS = SHARED_ROWS | dict(kv_heads=2, ggml_type="Q4_0")
+PLAIN_ROWS = SHARED_ROWS | dict(heads=6, kv_heads=2, ggml_type="Q4_0")  # 3 workgroups share 3 heads
 
 
 @pytest.fixture

@@ -393,9 +393,9 @@ def test_query_heads_of_a_fused_kernel(heads, kv_heads, head_dim, grid, rows, co
     ],
 )
 def test_contexts_of_a_fused_step(heads, kv_heads, rows, segments, longest):
-    shape = Attention(rows, heads, kv_heads, 128, segments=segments)
+    shape = heads // kv_heads, kv_heads, rows, segments
     buckets = [bucket for bucket, _, _ in routes.CONTEXT_BUCKETS]
-    assert max(bucket for bucket in buckets if routes.fuses_context(shape, bucket)) == longest
+    assert max(bucket for bucket in buckets if routes.fuses_context(*shape, bucket)) == longest
 
 
 # Every shape has a route, and every route is sound

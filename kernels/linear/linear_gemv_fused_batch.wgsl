@@ -6,7 +6,7 @@
 // A workgroup takes WORKGROUP_ROWS adjacent rows, or PASSES times as many one after the other, for an epilogue that needs
 // the results of more rows. Sums have names: an array that a loop indexes may be kept in memory.
 // Needs TOKENS <= min(LANES, SUBGROUP), K % 32 == 0 (q6: 64), GROUP % 32 == 0 or GROUP == 16.
-// Parts: f16, (scales, planes_*,) inputs_int8 or prologue_*, dot_*, epilogue_*, reduce_*.
+// Parts: f16, (scales, planes_*,) inputs_int8 or prologue_norm, _merge or _blocks, dot_*, epilogue_*, reduce_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const K: u32 = 32u;

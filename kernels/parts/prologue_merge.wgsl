@@ -72,5 +72,5 @@ fn run_prologue(index: u32) {
   }
   workgroupBarrier();
 }
-fn copy_piece(first: u32, index: u32) -> u32 { return 0u; }
+fn copy_piece(first: u32, index: u32) -> u32 { return 0u; }  // no pieces: see prologue_blocks
 fn output_scale(token: u32) -> f32 { return 1.0; }

@@ -63,7 +63,7 @@ fn run_prologue(index: u32) {
   if (NORM && TOKENS == 1u) { sum_begin(sum, index); }
   workgroupBarrier();
 }
-fn copy_piece(first: u32, index: u32) -> u32 { return 0u; }
+fn copy_piece(first: u32, index: u32) -> u32 { return 0u; }  // no pieces: see prologue_blocks
 fn output_scale(token: u32) -> f32 {
   if (!NORM) { return 1.0; }
   if (TOKENS > 1u) { return inverseSqrt(sum_parts(token, INPUT_WIDTH / 8u) / f32(INPUT_WIDTH) + EPS); }

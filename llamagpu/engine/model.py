@@ -392,7 +392,8 @@ class BufferModel(Model):
         window = self.config.window or position + 1
         bucket = routes.context_bucket(min(position + 1, window))
         if self.fused_decode and width in self.fused_decode.compiled:
-            if not routes.fuses_context(attention_shape(self.config, width, segments), bucket):
+            c = self.config
+            if not routes.fuses_context(c.heads_per_kv, c.kv_heads, width, segments, bucket):
                 return bucket
             if self.fuses(width):
                 return 0

@@ -925,23 +925,23 @@ def has_norm_stages(rows: int) -> bool:
     return rows >= NORM_STAGE_ROWS
 
 
-def fuses_context(s: Attention, bucket: int) -> bool:
+def fuses_context(heads_per_kv: int, kv_heads: int, rows: int, segments: int, bucket: int) -> bool:
     """Whether a fused step is fast over such a context.
 
     Without splits attention needs many workgroups where the context is long. It does not share keys and values between
     rows: 16 rows of one sequence of 1B at a depth of 2048 take 1382 us on an H200 (2026-11-17), unfused 1426; at 8192,
     the end of that bucket, 2897 and 1735.
     """
-    if not has_norm_stages(s.m) or bucket < LONG_CONTEXT:
+    if not has_norm_stages(rows) or bucket < LONG_CONTEXT:
         return True
-    busy = s.m * s.kv_heads * unsplit_shares(s, s.m) >= ENOUGH_WORKGROUPS // 2
-    return busy and (s.m <= 8 or s.m < 2 * s.segments or bucket < FAR_CONTEXT)
+    busy = rows * kv_heads * unsplit_shares(heads_per_kv, kv_heads, rows) >= ENOUGH_WORKGROUPS // 2
+    return busy and (rows <= 8 or rows < 2 * segments or bucket < FAR_CONTEXT)
 
 
-def unsplit_shares(s: Attention, rows: int) -> int:
+def unsplit_shares(heads_per_kv: int, kv_heads: int, rows: int) -> int:
     """Workgroups that share the query heads of a KV head in a fused kernel, where no splits keep the cores busy."""
-    fitting = (n for n in range(1, s.heads_per_kv + 1) if n * s.kv_heads * rows <= ENOUGH_WORKGROUPS)
-    return max((n for n in fitting if s.heads_per_kv % n == 0), default=1)
+    fitting = (n for n in range(1, heads_per_kv + 1) if n * kv_heads * rows <= ENOUGH_WORKGROUPS)
+    return max((n for n in fitting if heads_per_kv % n == 0), default=1)
 
 
 def row_bytes(rows: int, grid: GridSize, caps: Caps) -> int:
@@ -1004,8 +1004,9 @@ def fused_head_consts(attention: Attention, grid: GridSize, caps: Caps, rows: in
     lanes = position_lanes(attention.head_dim, 8, caps, rows)
     positions = caps.subgroup // lanes["LANES_PER_POSITION"] * lanes["POSITIONS_IN_FLIGHT"]  # of a subgroup, at once
     subgroups = grid.invocations // caps.subgroup
-    shares = unsplit_shares(attention, rows) if has_norm_stages(rows) else 1
-    heads = attention.heads_per_kv // shares
+    heads = attention.heads_per_kv
+    shares = unsplit_shares(heads, attention.kv_heads, rows) if has_norm_stages(rows) else 1
+    heads //= shares
     while not has_norm_stages(rows) and heads % 2 == 0 and subgroups // heads * positions < SHORT_SPLIT:
         shares, heads = 2 * shares, heads // 2
     per_head = max(1, subgroups // heads)
