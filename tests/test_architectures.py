@@ -572,6 +572,25 @@ def test_fused_decode(fused_gpu: Any, expected: Any, name: str) -> None:
 
 
 @WGPU
+@pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_fused_rows_with_qk_norm(fused_gpu: Any, expected: Any, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """A stage normalises and rotates; the linears into the residual stream leave blocks for those after the norms."""
+    path, want = expected("qwen3", "Q8_0")
+    monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, measured_barrier=True))
+    monkeypatch.setattr(routes, "FUSED_PREFETCH", {rows: 1})
+    monkeypatch.setattr(routes, "sums_leave_blocks", lambda *_: True)
+    run = load_one(fused_gpu, path, precision=Precision.FAST, kv_type=KvType.F16)
+    assert [dispatch.kernel for dispatch in run.model.plan(rows).dispatches].count("fused_layers") == 1
+    stages = fused_of(run).stages([0, 1], rows=rows)
+    assert len(stages) == (6 if rows == 2 else 7) and [stage.first for stage in stages].count(True) == rows // 4
+    ids = token_ids(END)
+    run.logits_after(ids[:PROMPT])
+    for end in range(PROMPT + rows, END + 1, rows):
+        got, right = log_probs(run.logits_after(ids[end - rows : end])), want[end - PROMPT]
+        assert np.square(got - right).sum() < LARGEST_NMSE[Precision.FAST] * np.square(right).sum()
+
+
+@WGPU
 def test_fused_decode_with_a_q8_0_cache(fused_gpu: Any, expected: Any) -> None:
     """Attention normalises, rotates and quantises the row's own key."""
     path, want = expected("qwen3")

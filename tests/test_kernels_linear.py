@@ -391,6 +391,45 @@ def test_linear_gemv_fused_batch(gpu, weight, prologue, rows):
         assert (got[m:] == GUARD).all(), f"{m} rows: wrote behind the last"
 
 
+@pytest.mark.parametrize("rows, m", [(4, 4), (8, 7), (8, 3)])
+def test_units_that_two_workgroups_share(gpu, rows, m):
+    """Each computes half of the tokens: of 5 units for 4 workgroups the last one."""
+    if gpu.caps.subgroup < 2:
+        pytest.skip("the adapter lacks subgroups")
+    shard, w = upload(gpu, Weight(Q4, 320, 192))
+    matrix, given = matrix_of(shard), linear_inputs(gpu, rows, 192, Inputs.INT8, Prologue.BLOCKS)
+    shape, grid = shard.shape(rows, Inputs.INT8, Prologue.BLOCKS, Epilogue.GLU_BLOCKS), GridSize(4, 128)
+    route = routes.fused_linear(shape, grid, gpu.caps)
+    assert route.consts["SHARED_UNITS"] == 1
+    y = gpu.zeros((rows + 1) * 5 * INT8_BLOCK.itemsize, "y")
+    fill(gpu, y, (rows + 1) * 5, 12)
+    make = Ops(gpu, verify_reference.step_buffer(gpu, m))
+    output = ops.glu_blocks(y, matrix, Activation.SILU, persistent=True)
+    (found,) = make.linear(given.x, matrix, rows, output, Inputs.INT8, given.prologue, (route,))
+    run(gpu, [replace(found, grid=(grid.workgroups, 1, 1))], m)
+    got = read_blocks(gpu, y, rows + 1, 5)
+    check_blocks(got[:m], swiglu(given.values @ w.T)[:m], mode_bound(gpu, (Inputs.INT8, Prologue.BLOCKS)))
+    assert (got[m:].view(np.float32) == GUARD).all()
+
+
+@pytest.mark.parametrize("prologue", [Prologue.NORM, Prologue.MERGE])
+def test_rows_that_half_a_subgroup_shares(gpu, prologue):
+    """As with Tint, where a whole one would have idle lanes."""
+    caps, weight = replace(gpu.caps, tint=True), Weight(Q4, 63, 32 * gpu.caps.subgroup // 2 * 3)
+    if gpu.caps.subgroup < 4:
+        pytest.skip("the adapter lacks subgroups")
+    shard, w = upload(gpu, weight)
+    matrix, y = matrix_of(shard), gpu.zeros(weight.n * 4, "y")
+    given = linear_inputs(gpu, 1, weight.k, Inputs.INT8, prologue)
+    route = routes.fused_linear(shard.shape(1, Inputs.INT8, prologue), GridSize(1, 128), caps)
+    assert route.consts["LANES"] == gpu.caps.subgroup // 2
+    make = Ops(gpu, verify_reference.step_buffer(gpu, 1))
+    (found,) = make.linear(given.x, matrix, 1, ops.store(y, matrix), Inputs.INT8, given.prologue, (route,))
+    run(gpu, [replace(found, grid=(1, 1, 1))])
+    bound = mode_bound(gpu, (Inputs.INT8, prologue))
+    assert_close(gpu.read(y, np.float32, weight.n), (given.values @ w.T)[0], *bound, str(route.consts))
+
+
 # Epilogues, in a matrix of two shards of different storage, cut inside a head, with a bias
 
 SHARDS = (Weight(Q4, 14, 64), Weight(Q8, 58, 64, has_offset=True, scale_bits=32))

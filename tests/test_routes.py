@@ -324,6 +324,11 @@ def test_small_workgroups_hold_the_heads_of_a_kv_head():
     small = routes.GridSize(256, 256)
     assert [routes.grid_sizes(1152, heads, GPU)[0] == small for heads in (1, 8, 9)] == [True, True, False]
     assert [routes.grid_sizes(dim, 4, GPU)[0] == small for dim in (576, 1535, 1536)] == [True, True, False]
+    experts = [routes.grid_sizes(dim, 8, GPU, experts=True)[0] for dim in (2048, 3072, 4096)]
+    assert [grid == small for grid in experts] == [True, True, False]
+    assert {routes.rows_grid(grid) for grid in experts} == {
+        routes.GridSize(128, 512)
+    }  # of several rows: one for a core
     dawn = replace(GPU, tint=True)
     assert [routes.grid_sizes(dim, 4, dawn)[0] == small for dim in (576, 3072, 4096)] == [True, True, False]
 
@@ -381,19 +386,21 @@ def test_query_heads_of_a_fused_kernel(heads, kv_heads, head_dim, grid, rows, co
 
 
 @pytest.mark.parametrize(
-    "heads, kv_heads, rows, segments, longest",
+    "heads, kv_heads, head_dim, rows, segments, longest",
     [
-        (32, 8, 2, 1, 8192),  # in splits
-        (32, 8, 8, 1, 8192),
-        (32, 8, 16, 1, 513),  # of one sequence: rows could share what they read
-        (32, 8, 16, 2, 513),  # 15 of one and one of another
-        (32, 8, 16, 9, 8192),
-        (24, 8, 8, 8, 8192),
-        (12, 2, 4, 4, 193),  # few workgroups
+        (32, 8, 64, 2, 1, 8192),  # in splits
+        (32, 8, 64, 8, 1, 8192),
+        (32, 8, 64, 16, 1, 513),  # of one sequence: rows could share what they read
+        (32, 8, 64, 16, 2, 513),  # 15 of one and one of another
+        (32, 8, 64, 16, 9, 8192),
+        (32, 8, 128, 16, 16, 193),  # few subgroups for a head
+        (32, 8, 128, 8, 8, 8192),
+        (24, 8, 128, 8, 8, 8192),
+        (12, 2, 64, 4, 4, 193),  # few workgroups
     ],
 )
-def test_contexts_of_a_fused_step(heads, kv_heads, rows, segments, longest):
-    shape = heads // kv_heads, kv_heads, rows, segments
+def test_contexts_of_a_fused_step(heads, kv_heads, head_dim, rows, segments, longest):
+    shape = heads // kv_heads, kv_heads, head_dim, rows, segments
     buckets = [bucket for bucket, _, _ in routes.CONTEXT_BUCKETS]
     assert max(bucket for bucket in buckets if routes.fuses_context(*shape, bucket)) == longest
 

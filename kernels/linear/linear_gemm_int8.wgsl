@@ -307,5 +307,5 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     store4(token + 2u, row, c.a2, split); store4(token + 2u, row2, c.b2, split);
     store4(token + 3u, row, c.a3, split); store4(token + 3u, row2, c.b3, split);
   }
-  workgroup_epilogue(workgroup.x, token0, index);
+  workgroup_epilogue(workgroup.x, token0, step.rows, index);
 }

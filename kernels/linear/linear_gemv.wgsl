@@ -54,5 +54,5 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     s3 = sum_lanes(s3, index); sum = select(sum, s3, lane == 3u);
   }
   if (lane < ROW_PAIRS) { epilogue(0u, row + 2u * lane, sum * output_scale(0u)); }  // lane i stores row pair i
-  workgroup_epilogue(workgroup_index, 0u, index);
+  workgroup_epilogue(workgroup_index, 0u, 1u, index);
 }

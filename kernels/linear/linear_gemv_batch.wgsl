@@ -99,5 +99,5 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
       epilogue(token0 + number / ROW_PAIRS, row + 2u * (number % ROW_PAIRS), sums[i]);
     }
   }
-  workgroup_epilogue(workgroup_index, 0u, index);
+  workgroup_epilogue(workgroup_index, 0u, step.rows, index);
 }

@@ -49,5 +49,5 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     s3 = sum_lanes(s3, index); sum = select(sum, s3, lane == 3u);
   }
   if (lane < ROW_PAIRS) { epilogue(choice, row + 2u * lane, sum + expert_bias(expert, row + 2u * lane)); }  // lane i stores row pair i
-  workgroup_epilogue(workgroup_index, choice, index);
+  workgroup_epilogue(workgroup_index, choice, choice + 1u, index);
 }

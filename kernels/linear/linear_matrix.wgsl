@@ -141,7 +141,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
       let sums = strip + n / 8u * STRIP_PITCH + n % 8u * 2u;
       store_eight(token + n / 8u, row0 + row1 + n % 8u * 8u, strip_sum(sums), strip_sum(sums + 1u), workgroup.z);
     }
-    workgroup_epilogue(select(N, (row0 + row1) / 64u, team == 0u), token, lane);
+    workgroup_epilogue(select(N, (row0 + row1) / 64u, team == 0u), token, step.rows, lane);
     workgroupBarrier();
   }
 }

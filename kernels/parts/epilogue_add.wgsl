@@ -31,4 +31,4 @@ fn epilogue(token: u32, row: u32, v: vec2<f32>) {
   store_result(token, row, residual + v);
 }
 
-fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {}
+fn workgroup_epilogue(workgroup: u32, token0: u32, end: u32, index: u32) {}

@@ -16,7 +16,7 @@ fn epilogue(token: u32, row: u32, v: vec2<f32>) {
   if (INTERLEAVED) { i = (i % 32u / 4u * (WIDTH / 64u) + i / 32u) * 4u + i % 4u; }
   y[layer() * LINE_PADDING + (layer() + token) * (WIDTH / 2u) + i] = glu(gate_up.x, gate_up.y);
 }
-fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {}
+fn workgroup_epilogue(workgroup: u32, token0: u32, end: u32, index: u32) {}
 
 fn residual_at(token: u32, row: u32) -> vec2<f32> { return vec2<f32>(); }
 fn store_result(token: u32, row: u32, v: vec2<f32>) { epilogue(token, row, v); }

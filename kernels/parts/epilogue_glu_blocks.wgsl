@@ -1,9 +1,8 @@
 // Role epilogue: y[token, WIDTH / 64] = glu(gate, up) as blocks (see blocks_*). The rows of gate and up are interleaved:
-// v = (gate, up) (+ bias). The workgroup epilogue stores one block of 32 values of each of TOKENS tokens.
+// v = (gate, up) (+ bias). The workgroup epilogue stores one block of 32 values of each token from token0 up to, not including, end,
+// TOKENS at most.
 // Needs a workgroup that covers 64 consecutive rows, and N % 64 == 0. Parts: activation_*, blocks_*, hidden
 // (linear_gemm_int8 and linear_matrix have it themselves).
-struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
-struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const N: u32 = 64u;      // rows of this shard
 const ROW0: u32 = 0u;    // the shard's first row in the matrix
 const WIDTH: u32 = 64u;  // rows of the matrix
@@ -15,21 +14,21 @@ const WORKGROUP: u32 = 64u;
 const EPILOGUE_LANES: u32 = WORKGROUP;  // invocations that share a workgroup epilogue
 @group(0) @binding(0) var<storage, read_write> y: array<u32>;  // [layers][TOKENS or m] WIDTH / 64 blocks, padded after each layer
 @group(0) @binding(4) var<storage, read> bias: array<f32>;
-@group(0) @binding(8) var<uniform> step: Step;
 fn epilogue_prefetch(token: u32, row: u32) {}
 fn epilogue(token: u32, row: u32, v: vec2<f32>) {
   var gate_up = v;
   if (BIAS) { let i = slab_index() * WIDTH + ROW0 + min(row, N - 2u); gate_up += vec2<f32>(bias[i], bias[i + 1u]); }
   store_hidden(token % TOKENS * 32u + row / 2u % 32u, glu(gate_up.x, gate_up.y));
 }
-fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {
+fn workgroup_epilogue(workgroup: u32, token0: u32, end: u32, index: u32) {
   workgroupBarrier();
   for (var i0 = 0u; i0 < 4u * TOKENS; i0 += EPILOGUE_LANES) {  // a quarter of a block each; the same iterations for all invocations
     let i = min(i0 + index, 4u * TOKENS - 1u);
     let token = token0 + i / 4u;
     let first = block_word(token, ROW0 / 64u + workgroup, HIDDEN_BLOCKS) + layer() * (block_word(TOKENS, 0u, HIDDEN_BLOCKS) + LINE_PADDING);
-    let live = i0 + index == i && workgroup < N / 64u && (TOKENS == 1u || token < step.rows);
-    store_block(first, HIDDEN_BLOCKS, load_hidden(8u * i), load_hidden(8u * i + 4u), index, live);
+    let live = i0 + index == i && workgroup < N / 64u && token < end;
+    let at = token % TOKENS * 32u + i % 4u * 8u;
+    store_block(first, HIDDEN_BLOCKS, load_hidden(at), load_hidden(at + 4u), index, live);
   }
   if (PERSISTENT) { workgroupBarrier(); }
 }

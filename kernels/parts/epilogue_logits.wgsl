@@ -19,7 +19,7 @@ fn epilogue(token: u32, row: u32, v: vec2<f32>) {
   if (row < N) { y[ROW0 + row] = v.x; if (v.x > top) { top = v.x; top_index = ROW0 + row; } }
   if (row + 1u < N) { y[ROW0 + row + 1u] = v.y; if (v.y > top) { top = v.y; top_index = ROW0 + row + 1u; } }
 }
-fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {
+fn workgroup_epilogue(workgroup: u32, token0: u32, end: u32, index: u32) {
   if (index % LANES < ROW_PAIRS) {
     tops[index / LANES * ROW_PAIRS + index % LANES] = top;
     top_indices[index / LANES * ROW_PAIRS + index % LANES] = top_index;

@@ -49,7 +49,7 @@ fn epilogue(token: u32, shard_row: u32, v: vec2<f32>) {
     store_pair(token, token_row.cell, row - HEADS * HEAD_DIM, o);
   }
 }
-fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {}
+fn workgroup_epilogue(workgroup: u32, token0: u32, end: u32, index: u32) {}
 
 fn residual_at(token: u32, row: u32) -> vec2<f32> { return vec2<f32>(); }
 fn store_result(token: u32, row: u32, v: vec2<f32>) { epilogue(token, row, v); }

@@ -13,7 +13,7 @@ fn epilogue(token: u32, row: u32, v: vec2<f32>) {
   if (row < N) { y[i] = v.x + b.x; }
   if (row + 1u < N) { y[i + 1u] = v.y + b.y; }
 }
-fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {}
+fn workgroup_epilogue(workgroup: u32, token0: u32, end: u32, index: u32) {}
 
 fn residual_at(token: u32, row: u32) -> vec2<f32> { return vec2<f32>(); }
 fn store_result(token: u32, row: u32, v: vec2<f32>) { epilogue(token, row, v); }

@@ -30,4 +30,4 @@ fn epilogue(token: u32, row: u32, v: vec2<f32>) {
   let sum = prefetched + v;
   y[((layer() + LAYER_OFFSET) * (TOKENS * WIDTH + LINE_PADDING) + token * WIDTH + ROW0 + row) / 2u] = select(sum, sum + row_bias, BIAS);
 }
-fn workgroup_epilogue(workgroup: u32, token0: u32, index: u32) {}
+fn workgroup_epilogue(workgroup: u32, token0: u32, end: u32, index: u32) {}

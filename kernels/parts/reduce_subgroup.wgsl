@@ -5,8 +5,8 @@
 // sum_part(v, i, count): parts of sums by token, in place of sum_begin: i numbers the values of all tokens, and a subgroup
 // has values of one token. sum_parts(token, values) is the sum of the token's `values` values, after a barrier.
 // sum_each(v, index): every lane has SUMS values; lane i gets the sums of all lanes' values HELD * i and so on,
-// in the first HELD places of v. LANES may be a part of a subgroup there.
-const LANES: u32 = 64u;     // a multiple of SUBGROUP (for sum_each a part of it too), divides WORKGROUP
+// in the first HELD places of v.
+const LANES: u32 = 64u;     // a multiple or a part of SUBGROUP, divides WORKGROUP
 const WORKGROUP: u32 = 64u;
 const SUBGROUP: u32 = 32u;  // lanes of a subgroup, as probed
 const TOKENS: u32 = 1u;     // SUMS: a power of two, 32 at most, divides SUBGROUP where LANES is not less
@@ -20,6 +20,11 @@ const PENDING: u32 = max(WORKGROUP / SUBGROUP, TOKEN_PARTS);
 var<workgroup> subgroup_sums: array<vec2<f32>, WORKGROUP / SUBGROUP * SUMS>;
 var<workgroup> pending_sums: array<f32, PENDING>;
 fn sum_subgroups(v: vec2<f32>, index: u32, lanes: u32) -> vec2<f32> {
+  if (lanes < SUBGROUP) {
+    var part = v;
+    for (var d = 1u; d < lanes; d <<= 1u) { part += subgroupShuffleXor(part, d); }
+    return part;
+  }
   var sum = subgroupAdd(v);
   if (lanes == SUBGROUP) { return sum; }
   workgroupBarrier();  // the sums of the last call have been read

@@ -146,11 +146,13 @@ def inter_stage_widths(c: ModelConfig, rows: int) -> tuple[int, ...]:
     staged = routes.has_norm_stages(rows)
     splits = 0 if staged else rows * c.heads * routes.fused_max_splits(c.kv_heads, rows)
     blocks = (rows * c.dim * 3 // 8, rows * c.q_width * 3 // 8) if staged else (0, 0)
+    squares = rows * c.dim // 32 if staged else 0
     act = c.hidden_width if rows == 1 else rows * c.ffn_dim * 3 // 8  # f32; int8 blocks
     raw = rows * (c.q_width + 2 * c.kv_width) if c.rotates_apart else 0
     branch = rows * c.dim if c.norms_after else 0
     attention = splits * c.head_dim, 2 * splits, 2 * c.kv_width if rows == 1 else 0
-    return rows * c.q_width, rows * c.dim, act, *attention, raw, branch, branch, c.experts, *blocks, blocks[0]
+    staging = *blocks, blocks[0], squares, squares
+    return rows * c.q_width, rows * c.dim, act, *attention, raw, branch, branch, c.experts, *staging
 
 
 def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvType, caps: Caps) -> tuple[int, ...]:
@@ -159,8 +161,8 @@ def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvT
     With a q8_0 cache, and with Tint, attention stores keys and values: a row could not read those of another row. Float
     weights of several rows are faster unfused (F16, 1B on an H200: 2 rows 1282 us, fused 1832; 4 rows 1382 and 1948).
     """
-    one_row = attention_stores(kv_type, caps) or config.rotates_apart or config.norms_after or config.experts
-    if one_row or has_float_weights(weights):  # kernel parts of the latter three take one row
+    one_row = attention_stores(kv_type, caps) or config.norms_after or config.experts
+    if one_row or has_float_weights(weights):  # kernel parts of the latter two take one row
         return (1,)
     return (1, *routes.fused_widths(config.dim, attention_shape(config, 1), int8, has_half_sums(weights), caps))
 
@@ -210,6 +212,8 @@ class InterStage:
     attn_blocks: BufferRange  # inputs of the linears of many rows: of qkv
     head_blocks: BufferRange  # of the output projection
     ffn_blocks: BufferRange  # of gate and up
+    attn_squares: BufferRange  # sums of squares of blocks of the residual stream, after a layer and after attention
+    ffn_squares: BufferRange
 
 
 class FusedDecode:
@@ -236,13 +240,13 @@ class FusedDecode:
         self.compiled = dict.fromkeys(widths, False)  # widths whose kernels the driver has taken
         self.compiled[1] = True
         self.half_sums = has_half_sums(weights)
-        self.grid = routes.grid_sizes(config.dim, config.heads_per_kv, self.gpu.caps)[0]
+        self.grid = self.grid_sizes()[0]
         self.same_storage = False  # one kernel for each run of layers of the same storage
         self.spin_limit = PROBE_SPIN_LIMIT
         self.layer_tables: dict[bytes, Buffer] = {}
         words = (max(each) for each in zip(*(inter_stage_widths(config, rows) for rows in widths), strict=True))
         most = max(map(len, self.runs(same_storage=False)))  # layers of a kernel
-        sizes = [most * layer_stride(width) for width in words]
+        sizes = [(most + 1) * layer_stride(width) for width in words]  # one more for what the last layer leaves
         *between, self.x = padded_ranges(self.gpu, [*sizes, x_bytes], "x and inter-stage")
         self.between = InterStage(*between)
         self.copies: Buffer | None = None
@@ -306,7 +310,8 @@ class FusedDecode:
         for members in self.runs(same_storage):
             stages = self.stages(members, rows)
             table = self.layer_table(members)
-            found.append(self.gpu.fused(stages, self.grid.workgroups, self.barrier, table, rows, self.copies))
+            workgroups = self.grid_of(rows).workgroups
+            found.append(self.gpu.fused(stages, workgroups, self.barrier, table, rows, self.copies))
         return found
 
     def runs(self, same_storage: bool) -> list[list[int]]:
@@ -330,7 +335,7 @@ class FusedDecode:
         return [list(run) for _, run in groupby(range(len(layers)), bound)]
 
     def stages(self, members: list[int], rows: int = 1) -> list[Stage]:
-        c, gpu, count, between = self.config, self.gpu, len(members), self.between
+        c, gpu, count, between, grid = self.config, self.gpu, len(members), self.between, self.grid_of(rows)
         first, cache = self.weights.layers[members[0]], self.cache.layers[members[0]]
         kinds, kv_type = {c.kinds[i] for i in members}, self.cache.kv_type
         kind = kinds.pop() if len(kinds) == 1 else None  # else the layer table has what differs
@@ -338,15 +343,15 @@ class FusedDecode:
         x = self.stream(members[0], count + 1, rows)
         shape, parts = attention_shape(c, 1, kind=kind), ("split_count_dynamic",)
         staged = routes.has_norm_stages(rows)  # inputs of linears are blocks that stages before them have left
-        own: Consts = {"WORKGROUP": self.grid.invocations, "PARTIAL": not staged}
-        own |= routes.fused_head_consts(shape, self.grid, gpu.caps, rows)
+        own: Consts = {"WORKGROUP": grid.invocations, "PARTIAL": not staged}
+        own |= routes.fused_head_consts(shape, grid, gpu.caps, rows)
         max_splits = routes.fused_max_splits(c.kv_heads, rows, int(own["HEAD_SHARES"]))
         splits: Consts = {"MAX_SPLITS": max_splits, "TOKENS": rows}
         splits |= {"BY_LAYER": True} if kind is None else {"WINDOW": kind.window}
         rope = self.cache.rope_tables if kind is None else self.cache.rope(kind)
         qk_norm = between.raw if first.qk_norm is None else layer_range(first.qk_norm, count)
         buffers = AttentionBuffers(between.q, keys, values, between.partial, between.stats, kv_rows=between.kv_rows)
-        rotates = attention_rotates(c, kv_type, gpu.caps)
+        rotates = rows == 1 and attention_rotates(c, kv_type, gpu.caps)
         if rotates:
             buffers = replace(buffers, q=between.raw, kv_rows=between.raw, rotation={"rope": rope, "norm": qk_norm})
             own |= ops.rotate_consts(c, kind)
@@ -382,10 +387,17 @@ class FusedDecode:
         def to_qkv(matrix: Matrix) -> Output:
             return ops.rows(between.raw, matrix) if c.rotates_apart else ops.qkv(c, kind, matrix, to_q, stored)
 
+        leaves_blocks = staged and self.sums_leave_blocks(members, rows)
+        attn_norm, ffn_norm = (None if w is None else layer_range(w, count) for w in (first.attn_norm, first.ffn_norm))
+
         def to_mid(matrix: Matrix) -> Output:
+            if leaves_blocks and ffn_norm:
+                return ops.sum_blocks(between.mid, x, between.ffn_blocks, between.ffn_squares, ffn_norm, matrix)
             return ops.rows(between.attended, matrix) if c.norms_after else ops.sum_to(between.mid, x, matrix)
 
         def to_x(matrix: Matrix) -> Output:
+            if leaves_blocks and attn_norm:
+                return ops.sum_blocks(x, between.mid, between.attn_blocks, between.attn_squares, attn_norm, matrix, 1)
             return ops.rows(between.fed_forward, matrix) if c.norms_after else ops.sum_to(x, between.mid, matrix, 1)
 
         def to_blocks(matrix: Matrix) -> Output:
@@ -393,16 +405,23 @@ class FusedDecode:
 
         units, live_rows = attention.grid_for(1, 0)[0], "step.rows" if rows > 1 else 1
         if staged:
-            assert first.attn_norm is not None and first.ffn_norm is not None
-            copied = PrologueSpec(Prologue.BLOCKS)
+            assert attn_norm is not None and ffn_norm is not None
+            before_qkv = self.norm_stage(attn_norm, x, between.attn_blocks, rows)
+            before_gate_up = [self.norm_stage(ffn_norm, between.mid, between.ffn_blocks, rows)]
+            normalised = qkv_inputs = gate_up_inputs = PrologueSpec(Prologue.BLOCKS, parts=("input_rms_none",))
+            if leaves_blocks:  # of the first layer nobody has
+                before_qkv, before_gate_up = replace(before_qkv, first=True), []
+                qkv_inputs = self.unnormalised(between.attn_squares, but_first=True)
+                gate_up_inputs = self.unnormalised(between.ffn_squares)
             return [
-                self.norm_stage(layer_range(first.attn_norm, count), x, between.attn_blocks, rows),
-                *linear(QKV, between.attn_blocks, to_qkv, self.inputs, copied),
+                before_qkv,
+                *linear(QKV, between.attn_blocks, to_qkv, self.inputs, qkv_inputs),
+                *self.rotate(kind, qk_norm, to_q, stored, rows),
                 Stage(attention.source, attention.bindings, (units, 1, live_rows)),
-                *linear(ATTN_OUTPUT, between.head_blocks, to_mid, self.inputs, copied),
-                self.norm_stage(layer_range(first.ffn_norm, count), between.mid, between.ffn_blocks, rows),
-                *linear(GATE_UP, between.ffn_blocks, to_blocks, self.inputs, copied),
-                *linear(DOWN, between.act, to_x, self.inputs, copied),
+                *linear(ATTN_OUTPUT, between.head_blocks, to_mid, self.inputs, normalised),
+                *before_gate_up,
+                *linear(GATE_UP, between.ffn_blocks, to_blocks, self.inputs, gate_up_inputs),
+                *linear(DOWN, between.act, to_x, self.inputs, normalised),
             ]
 
         split_count = f"splits_of({'layer_kind().x' if kind is None else f'{kind.window}u'})"
@@ -416,7 +435,7 @@ class FusedDecode:
 
         # inputs of the down projection that do not fit into workgroup memory are read from global memory
         more = expert_bytes(c, self.int8)
-        fits = self.int8 or routes.fits_shared_memory(c.hidden_width, shape, False, self.grid, gpu.caps, more)
+        fits = self.int8 or routes.fits_shared_memory(c.hidden_width, shape, False, grid, gpu.caps, more)
         down_inputs = self.inputs if fits else Inputs.INTERLEAVED
         unused = first.ffn_norm or first.post_ffw_norm
         assert unused is not None
@@ -445,7 +464,7 @@ class FusedDecode:
         gate_up = linear(GATE_UP, ffn_x, to_act, self.inputs, self.chosen(ffn_inputs, chooses=True))
         if c.experts:  # each workgroup keeps the choice for the down projection, so all run the stage that chooses
             router = linear(ROUTER, ffn_x, to_logits, Inputs.F32, ffn_inputs)
-            gate_up = [replace(stage, grid=(self.grid.workgroups, 1, 1)) for stage in gate_up]
+            gate_up = [replace(stage, grid=(grid.workgroups, 1, 1)) for stage in gate_up]
         return [
             *linear(QKV, between.fed_forward if c.norms_after else x, to_qkv, self.inputs, attention_inputs),
             *self.rotate(kind, qk_norm, to_q, stored, rows),
@@ -457,9 +476,21 @@ class FusedDecode:
             *self.norm_after(first.post_ffw_norm, count, between.fed_forward, between.mid, x),
         ]
 
+    def sums_leave_blocks(self, members: Sequence[int], rows: int) -> bool:
+        """Whether the linears into the residual stream quantise it for the next ones. No shard may cut a block."""
+        layers = (self.weights.layers[i] for i in members)
+        whole = all(len(matrix.shards) == 1 for layer in layers for matrix in (layer.attn_output, layer.ffn_down))
+        return whole and routes.sums_leave_blocks(self.config.dim, rows, self.grid_of(rows))
+
+    def unnormalised(self, squares: AnyBuffer, but_first: bool = False) -> PrologueSpec:
+        """Inputs that a linear has left, or for the first layer a norm."""
+        consts: Consts = {"EPS": self.config.stream_eps, "FIRST_NORMALISED": but_first}
+        consts |= {"SUBGROUP": self.gpu.caps.subgroup}
+        return PrologueSpec(Prologue.BLOCKS, {"squares": squares}, consts, ("input_rms",))
+
     def norm_stage(self, weight: AnyBuffer, x: AnyBuffer, y: AnyBuffer, rows: int) -> Stage:
         """From the residual stream to the blocks that a linear reads."""
-        consts = {"WORKGROUP": self.grid.invocations, "TOKENS": rows, "PREFETCHED": True}
+        consts = {"WORKGROUP": self.grid_of(rows).invocations, "TOKENS": rows, "PREFETCHED": True}
         table = tuple(replace(route, consts=consts) for route in routes.NORM_BLOCKS)
         one = self.ops.rms_norm(x, weight, y, self.config.dim, self.config.stream_eps, rows, table=table)
         return Stage(one.source, one.bindings, ("step.rows", 1, 1))
@@ -479,9 +510,9 @@ class FusedDecode:
     ) -> list[Stage]:
         """From q, k and v to rotated queries and the KV cache, where neither the linear nor attention does it."""
         c = self.config
-        if not c.rotates_apart or attention_rotates(c, self.cache.kv_type, self.gpu.caps):
+        if not c.rotates_apart or (rows == 1 and attention_rotates(c, self.cache.kv_type, self.gpu.caps)):
             return []
-        route = replace(routes.ROTATE, consts={"WORKGROUP": self.grid.invocations, "TOKENS": rows})
+        route = replace(routes.ROTATE, consts={"WORKGROUP": self.grid_of(rows).invocations, "TOKENS": rows})
         one = self.ops.rotate(c, kind, self.between.raw, norm, buffers, stored, 1, route)
         units, _, _ = one.grid_for(1, 0)
         return [Stage(one.source, one.bindings, (units, "step.rows" if rows > 1 else 1, 1))]
@@ -519,11 +550,12 @@ class FusedDecode:
         """
         found: list[Stage] = []
         busy: list[int] = []
+        grid = self.grid_of(rows)
         for shard in matrix.shards:
             shape = shard.shape(rows, inputs, prologue.prologue, output(matrix).epilogue)
             shape = replace(shape, k=int(prologue.consts.get("INPUT_WIDTH", shape.k)))
-            route = routes.fused_linear(shape, self.grid, self.gpu.caps, self.half_sums)
-            busy.append(min(self.grid.workgroups, self.ops.workgroups(route, shape)))
+            route = routes.fused_linear(shape, grid, self.gpu.caps, self.half_sums)
+            busy.append(min(grid.workgroups, self.ops.workgroups(route, shape)))
             ready: Consts = {}
             if prologue.prologue is not Prologue.NONE:
                 ready = {"INPUTS_READY": bool(found) and busy[-1] <= busy[0]}
@@ -557,6 +589,13 @@ class FusedDecode:
             self.layer_tables[key] = self.gpu.upload(rows, "layers", BufferUsage.UNIFORM)
         return self.layer_tables[key]
 
+    def grid_of(self, rows: int) -> GridSize:
+        return self.grid if rows == 1 else routes.rows_grid(self.grid)
+
+    def grid_sizes(self) -> tuple[GridSize, ...]:
+        c = self.config
+        return routes.grid_sizes(c.dim, c.heads_per_kv, self.gpu.caps, c.experts > 0)
+
     def probe(self, recorder: Recorder) -> bool:
         """Find a grid size whose workgroups run at the same time and see each other's stores.
 
@@ -564,8 +603,7 @@ class FusedDecode:
         """
         litmus_table = self._table(np.array([[LITMUS_LAYERS, 0, 0, 0]], np.uint32))
         probed: list[list[str]] = []
-        sizes = routes.grid_sizes(self.config.dim, self.config.heads_per_kv, self.gpu.caps)
-        for grid, same_storage in product(sizes, (False, True)):
+        for grid, same_storage in product(self.grid_sizes(), (False, True)):
             self.grid, self.same_storage = grid, same_storage
             dispatches = self.dispatches()
             if (sources := [dispatch.source for dispatch in dispatches]) in probed or not self.can_bind(dispatches):

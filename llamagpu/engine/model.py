@@ -393,7 +393,7 @@ class BufferModel(Model):
         bucket = routes.context_bucket(min(position + 1, window))
         if self.fused_decode and width in self.fused_decode.compiled:
             c = self.config
-            if not routes.fuses_context(c.heads_per_kv, c.kv_heads, width, segments, bucket):
+            if not routes.fuses_context(c.heads_per_kv, c.kv_heads, c.head_dim, width, segments, bucket):
                 return bucket
             if self.fuses(width):
                 return 0

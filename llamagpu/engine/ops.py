@@ -137,6 +137,21 @@ def sum_to(y: AnyBuffer, residual: AnyBuffer, matrix: Matrix, layer_offset: int 
     return Output(Epilogue.SUM, {"y": y, "residual": residual}, consts | _bias(matrix))
 
 
+def sum_blocks(
+    stream: AnyBuffer,
+    residual: AnyBuffer,
+    y: AnyBuffer,
+    squares: AnyBuffer,
+    norm: AnyBuffer,
+    matrix: Matrix,
+    layer_offset: int = 0,
+) -> Output:
+    """As sum_to, and as int8 blocks for the linear after the next norm."""
+    consts: Consts = {"LAYER_OFFSET": layer_offset, "NORMS": norm.size // (4 * matrix.n)}
+    bindings = {"y": y, "residual": residual, "stream": stream, "squares": squares, "next_norm": norm}
+    return Output(Epilogue.SUM_BLOCKS, bindings, consts | _bias(matrix))
+
+
 def activation_parts(activation: Activation) -> tuple[str, ...]:
     return (f"activation_{activation}",)
 
@@ -343,7 +358,7 @@ class Ops:
         size, own = self.gpu.caps.subgroup, self.constants(route)
         sums = own.get("TOKENS", 1) // own.get("TOKEN_TEAMS", 1) * own.get("ROW_PAIRS", 1)
         lanes = own.get("LANES", own["WORKGROUP"])
-        if own.get("TOKENS", 1) > 1 and size >= lanes:  # sum_each
+        if (own.get("TOKENS", 1) > 1 or route.kernel == "linear_gemv_fused") and size >= lanes:
             return size % lanes == 0
         return size >= sums and lanes % size == 0
 

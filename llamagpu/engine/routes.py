@@ -46,6 +46,7 @@ class Epilogue(StrEnum):
     STORE = "epilogue_store"
     ADD = "epilogue_add"
     SUM = "epilogue_sum"
+    SUM_BLOCKS = "epilogue_sum_blocks"  # in a fused kernel
     GLU = "epilogue_glu"
     GLU_BLOCKS = "epilogue_glu_blocks"
     QKV = "epilogue_qkv"
@@ -66,7 +67,7 @@ class Epilogue(StrEnum):
     @property
     def to_blocks(self) -> bool:
         """Whether the results are blocks."""
-        return self is Epilogue.GLU_BLOCKS
+        return self in (Epilogue.GLU_BLOCKS, Epilogue.SUM_BLOCKS)
 
 
 class Role(StrEnum):
@@ -394,11 +395,11 @@ GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], .
 GEMV_WIDTHS = (2, 4, 8, 16)  # most token rows of the GEMV kernels
 FUSED_PREFETCH = {2: 4, 4: 2, 8: 2, 16: 1}  # prefetch depth by the token rows of a fused kernel
 # A step fused with norm stages and unfused on an H200 (2026-11-17), us: 1B 4 rows 542 and 692, 8 rows 650 and 773, 16
-# rows 880 and 987; 3B 1146 and 1490, 1490 and 1813, 2344 and 2500; 8B 2063 and 2347, 2669 and 2959, 4700 and 4659. With
-# norms in prologues 1B 2 rows 478, 4 rows 566, 8 rows 948; 8B 2 rows 1800, 4 rows 2959. Q4_K_M 1B 587 and 759, 901 and
-# 872, 1276 and 1143; 8B 2312 and 2573, 3568 and 3386.
+# rows 860 and 987; 3B 1083 and 1490, 1373 and 1813, 2286 and 2500; 8B 1917 and 2347, 2456 and 2959, 4347 and 4659; Qwen
+# 3 0.6B 677 and 955, 798 and 1091, 1017 and 1361. With norms in prologues 1B 2 rows 478, 4 rows 566, 8 rows 948; 8B 2
+# rows 1800, 4 rows 2959. Q4_K_M 1B 587 and 759, 901 and 872, 1276 and 1143; 8B 2312 and 2573, 3568 and 3386.
 NORM_STAGE_ROWS = 4  # from so many rows on norms are stages of their own, and attention is not split
-MAX_FUSED_DIM, MAX_FUSED_VALUES = 4096, 49152  # dim, and rows x dim, of a fused step of several rows
+MAX_FUSED_DIM = 4096  # of a fused step of several rows
 FUSED_BYTES = 8192  # of workgroup memory that pieces of inputs leave to other things
 SPARE_BYTES = 1024  # with all but 400 bytes taken a kernel did not return (H200)
 HALF_SUM_ROWS = 4  # most rows of a fused step with groups of 16, as of Q6_K
@@ -849,20 +850,29 @@ class GridSize:
     invocations: int  # of each workgroup
 
 
-def grid_sizes(dim: int, heads_per_kv: int, caps: Caps) -> tuple[GridSize, ...]:
+def grid_sizes(dim: int, heads_per_kv: int, caps: Caps, experts: bool = False) -> tuple[GridSize, ...]:
     """The grid sizes to probe, in this order; fewer than 128 workgroups are for smaller GPUs.
 
     On an H200 many small workgroups are better for a model with little to do in a layer (SmolLM2 -8 %, 2026-11-15;
     Qwen 3 0.6B -13 %, Gemma 3 1B -4 %, 2026-11-17). With Dawn, whose barrier takes half the time, they are better up to
     3072 wide (tok/s: 1B 2359 to 2465, 3B 1129 to 1191, Qwen 3 4B 837 to 854, 30B-A3B 695 to 710; but 8B 648 to 589).
-    With wgpu one token gains 2 %, but several rows are slower (a step of 4 rows of 8B 2063 to 2346 us).
+    With wgpu one token gains 2 % there, but several rows are slower (a step of 4 rows of 8B 2063 to 2346 us). Models
+    with experts have no fused steps of several rows: 30B-A3B gains 5 % (1398 to 1332 us), gpt-oss 20B nothing.
     """
     if caps.cpu:
         return (GridSize(1, 256),)  # for tests: llvmpipe runs as many as it has threads, and ends long loops
     small = GridSize(256, 256)
-    narrow = dim <= 3072 if caps.tint else dim < 1536
+    narrow = dim <= 3072 if caps.tint or experts else dim < 1536
     first = (small,) if narrow and heads_per_kv * caps.subgroup <= small.invocations else ()
     return (*first, *(GridSize(workgroups, 512) for workgroups in (128, 64, 32, 16)))
+
+
+def rows_grid(grid: GridSize) -> GridSize:
+    """For a fused kernel of several rows, where one of a row has this grid size.
+
+    Small workgroups may take so many registers each that they do not all run at the same time (Qwen 3 0.6B on an H200).
+    """
+    return GridSize(128, 512) if grid.workgroups > 128 else grid
 
 
 def attention_can_rotate(head_dim: int, rope_dims: int, run: int, caps: Caps) -> bool:
@@ -876,7 +886,10 @@ def attention_can_rotate(head_dim: int, rope_dims: int, run: int, caps: Caps) ->
 
 
 def fused_linear(s: Linear, grid: GridSize, caps: Caps, half_sums: bool = True) -> Route[Linear]:
-    """As many lanes share two rows as give every subgroup something to do.
+    """As many lanes share two rows as give every subgroup something to do, with two blocks for each lane twice as many
+    if that leaves fewer workgroups idle in the end (a token of 8B 1514 us, then 1494 on an H200, 2026-11-17). Half a
+    subgroup, if fewer of its lanes are idle, is faster with Dawn only (Gemma 3 1B 619 us, then 590; with wgpu 629, then
+    716).
 
     The prefetch is shorter where f32 inputs, f16 or q6 weights take the registers (F16 -10 %, f32 inputs -2 to -5 % on
     an H200, 2026-11-15; Q4_K_M, which has stages of both q4 and q6, tokens a second of 1B / 3B / 8B 2103 / 1041 / 580,
@@ -884,9 +897,17 @@ def fused_linear(s: Linear, grid: GridSize, caps: Caps, half_sums: bool = True) 
     """
     if s.m > 1:
         return _fused_batch(s, grid, caps, half_sums)
-    lanes = caps.subgroup
-    while 2 * lanes <= grid.invocations and lanes < s.k // 32 and s.n * lanes <= grid.workgroups * grid.invocations:
+    lanes, blocks = caps.subgroup, s.k // 32
+    while 2 * lanes <= min(grid.invocations, blocks) and s.n * lanes <= invocations(grid):
         lanes *= 2
+    if 4 * lanes <= blocks and busiest_rows(s.n, 2 * lanes, grid) < busiest_rows(s.n, lanes, grid):
+        lanes *= 2
+
+    def work(lanes: int) -> int:
+        return busiest_rows(s.n, lanes, grid) * -(-blocks // lanes) * lanes
+
+    if caps.tint and lanes == caps.subgroup and work(lanes // 2) < work(lanes):
+        lanes //= 2
     prefetch = 2 if s.inputs is not Inputs.INT8 or s.storage.two_bytes or s.storage is Storage.Q6 else 4
     consts = {"WORKGROUP": grid.invocations, "LANES": lanes, "PREFETCH": prefetch}
     parts = (*DOT_PARTS, Role.TURN, Role.ROWS)
@@ -901,11 +922,15 @@ def _fused_batch(s: Linear, grid: GridSize, caps: Caps, half_sums: bool) -> Rout
     most = piece_blocks(half_sums, caps) // (s.m * prefetch) if has_norm_stages(s.m) else grid.invocations
     while 2 * lanes <= min(most, grid.invocations) and lanes < s.k // 32 and s.n * lanes <= invocations(grid):
         lanes *= 2
-    passes = 1
-    if s.epilogue.needs_workgroup:
+    passes, shared = 1, 0
+    if s.epilogue is Epilogue.SUM_BLOCKS:
+        lanes = grid.invocations // 16  # a workgroup covers 32 rows
+    elif s.epilogue.needs_workgroup:
         lanes = int8_result_lanes(s.m, grid, caps)
         passes = 64 // rows_per_workgroup({"WORKGROUP": grid.invocations, "LANES": lanes})
+        shared = shared_units(s.n // 64, s.m, grid)
     consts = {"WORKGROUP": grid.invocations, "LANES": lanes, "TOKENS": s.m, "PREFETCH": prefetch, "PASSES": passes}
+    consts |= {"SHARED_UNITS": shared} if shared else {}
     return Route(
         "linear_gemv_fused_batch", lambda s, c: block_aligned(s), "a fused stage", row_pair_grid, DOT_PARTS, consts
     )
@@ -920,22 +945,48 @@ def int8_result_lanes(rows: int, grid: GridSize, caps: Caps) -> int:
     return max(caps.subgroup // 2, grid.invocations // 32, rows)
 
 
+def busiest_rows(n: int, lanes: int, grid: GridSize) -> int:
+    """Rows of a linear that the busiest workgroup computes, if so many lanes share two."""
+    rows = 2 * grid.invocations // lanes
+    return -(-n // (rows * grid.workgroups)) * rows
+
+
+def shared_units(units: int, rows: int, grid: GridSize) -> int:
+    """The units after the last full turn, if two workgroups can share each: each takes half the tokens.
+
+    8 rows of 8B, whose gate and up are 3.5 turns, take 2450 us instead of 2503 on an H200 (2026-11-17).
+    """
+    left = units % grid.workgroups
+    return left if rows > 2 and units > left and 2 * left <= grid.workgroups else 0
+
+
+def sums_leave_blocks(dim: int, rows: int, grid: GridSize) -> bool:
+    """Whether a linear into the residual stream of a fused kernel quantises its results for the next one, which saves
+    the norm stage: each workgroup covers a block, and most have one.
+
+    On an H200 (2026-11-17) 4 and 8 rows of 8B take 1982 us instead of 2063, 2566 instead of 2662; 16 rows, whose inputs
+    lanes of half a subgroup share, 5487 instead of 4331.
+    """
+    return rows <= 8 and grid.workgroups // 2 < dim // 32 <= grid.workgroups
+
+
 def has_norm_stages(rows: int) -> bool:
     """Whether the inputs of a fused kernel are quantised once, not by each workgroup."""
     return rows >= NORM_STAGE_ROWS
 
 
-def fuses_context(heads_per_kv: int, kv_heads: int, rows: int, segments: int, bucket: int) -> bool:
+def fuses_context(heads_per_kv: int, kv_heads: int, head_dim: int, rows: int, segments: int, bucket: int) -> bool:
     """Whether a fused step is fast over such a context.
 
     Without splits attention needs many workgroups where the context is long. It does not share keys and values between
     rows: 16 rows of one sequence of 1B at a depth of 2048 take 1382 us on an H200 (2026-11-17), unfused 1426; at 8192,
-    the end of that bucket, 2897 and 1735.
+    the end of that bucket, 2897 and 1735. Of 16 rows memory for partial results lets heads of 128 have few subgroups:
+    16 sequences of 8B take 3.1 us more for each position, unfused 2.5, and are as fast at some 500.
     """
     if not has_norm_stages(rows) or bucket < LONG_CONTEXT:
         return True
     busy = rows * kv_heads * unsplit_shares(heads_per_kv, kv_heads, rows) >= ENOUGH_WORKGROUPS // 2
-    return busy and (rows <= 8 or rows < 2 * segments or bucket < FAR_CONTEXT)
+    return busy and (rows <= 8 or (head_dim <= 64 and (rows < 2 * segments or bucket < FAR_CONTEXT)))
 
 
 def unsplit_shares(heads_per_kv: int, kv_heads: int, rows: int) -> int:
@@ -987,9 +1038,9 @@ def fused_widths(dim: int, attention: Attention, int8: bool, half_sums: bool, ca
         return covered in (16, 32, 64) and rows <= subgroup and memory <= spare and in_turn <= piece
 
     def faster(rows: int) -> bool:
-        return dim <= MAX_FUSED_DIM and rows * dim <= MAX_FUSED_VALUES and (rows <= HALF_SUM_ROWS or not half_sums)
+        return dim <= MAX_FUSED_DIM and (rows <= HALF_SUM_ROWS or not half_sums)
 
-    sizes = grid_sizes(dim, attention.heads_per_kv, caps)
+    sizes = {rows_grid(grid) for grid in grid_sizes(dim, attention.heads_per_kv, caps)}
     return tuple(rows for rows in FUSED_PREFETCH if faster(rows) and all(fits(rows, grid) for grid in sizes))
 
 
@@ -1044,7 +1095,7 @@ def can_fuse(dim: int, hidden: int, attention: Attention, int8: bool, caps: Caps
     return all(
         attention.heads_per_kv * caps.subgroup <= grid.invocations <= caps.invocations
         and fits_shared_memory(widest, attention, int8, grid, caps, expert_bytes)
-        for grid in grid_sizes(dim, attention.heads_per_kv, caps)
+        for grid in grid_sizes(dim, attention.heads_per_kv, caps, expert_bytes > 0)
     )
 
 

@@ -41,6 +41,7 @@ class Stage:
     column: int | None = None  # which matrix of a layer, as the layer table counts them; None: no weights
     variant: int = 0  # only layers whose table entry has this variant run the stage
     last: bool = False  # only the last layer of the kernel runs the stage
+    first: bool = False  # only the first one does
 
 
 def fuse(
@@ -342,7 +343,8 @@ def layer_body(stages: Sequence[Stage]) -> str:
             entry = f"let entry = layers[LAYER_VEC4 * i + {2 + column // 4}u].{'xyzw'[column % 4]};"
             body = f"{{\n    {entry}\n    current_slab = entry & 0xFFFFu;\n    {body}\n    }}"
         call = f"    {body}\n    arrive(index);\n"
-        text += f"    if (i + 1u == layers[0].x) {{\n{call}    }}\n" if stage.last else call
+        only = "i + 1u == layers[0].x" if stage.last else "i == 0u" if stage.first else ""
+        text += f"    if ({only}) {{\n{call}    }}\n" if only else call
     return text
 
 

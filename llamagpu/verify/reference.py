@@ -288,7 +288,8 @@ def linear_inputs(
     if inputs is Inputs.INT8:
         blocks = quantise_blocks(x)
         on_device = gpu.upload(block_planes(blocks), "x")
-        return LinearInputs(on_device, dequantise_blocks(blocks), inputs, PrologueSpec(prologue))
+        parts = ("input_rms_none",) if prologue is Prologue.BLOCKS else ()
+        return LinearInputs(on_device, dequantise_blocks(blocks), inputs, PrologueSpec(prologue, parts=parts))
     if inputs is Inputs.F16:
         words = f16_blocks(x)
         return LinearInputs(gpu.upload(words, "x"), values_of_f16(words, m), inputs)

@@ -1,0 +1,28 @@
+// Role input_rms: the blocks of prologue_blocks are not divided by the rms of their row (see epilogue_sum_blocks), so the results
+// are: output_scale(token) = 1 / rms, from the sums of squares of the blocks.
+// Every invocation must call load_input_rms, and a barrier follows. Needs WORKGROUP % SUBGROUP == 0. Parts: grid_barrier (or unfused).
+const K: u32 = 32u;
+const TOKENS: u32 = 1u;
+const EPS: f32 = 1e-5;
+const FIRST_NORMALISED: bool = false;  // those of layer 0 are normalised, and nobody writes their sums of squares
+const WORKGROUP: u32 = 64u;
+const SUBGROUP: u32 = 32u;
+@group(0) @binding(9) var<storage, read> squares: array<f32>;  // [layers, TOKENS, K / 32], padded after each layer
+var<workgroup> inverse_rms: array<f32, TOKENS>;
+fn load_input_rms(index: u32) {
+  let first = opaque_zero() + layer() * (TOKENS * (K / 32u) + LINE_PADDING);
+  for (var token = index / SUBGROUP; token < TOKENS; token += WORKGROUP / SUBGROUP) {
+    var sum = 0.0;
+    for (var i0 = 0u; i0 < K / 32u; i0 += SUBGROUP) {  // the same iterations for all lanes, as subgroupAdd needs
+      let i = i0 + index % SUBGROUP;
+      let square = squares[first + token * (K / 32u) + min(i, K / 32u - 1u)];
+      sum += select(0.0, square, i < K / 32u);
+    }
+    sum = subgroupAdd(sum);
+    if (index % SUBGROUP == 0u) {
+      inverse_rms[token] = select(inverseSqrt(sum / f32(K) + EPS), 1.0, FIRST_NORMALISED && layer() == 0u);
+    }
+  }
+}
+
+fn output_scale(token: u32) -> f32 { return inverse_rms[token]; }
