@@ -391,23 +391,23 @@ def test_linear_gemv_fused_batch(gpu, weight, prologue, rows):
         assert (got[m:] == GUARD).all(), f"{m} rows: wrote behind the last"
 
 
-@pytest.mark.parametrize("rows, m", [(4, 4), (8, 7), (8, 3)])
+@pytest.mark.parametrize("rows, m", [(4, 4), (8, 7), (8, 3), (16, 16)])
 def test_units_that_two_workgroups_share(gpu, rows, m):
-    """Each computes half of the tokens: of 5 units for 4 workgroups the last one."""
+    """Each computes half of the tokens: of 6 units for 4 workgroups the last two."""
     if gpu.caps.subgroup < 2:
         pytest.skip("the adapter lacks subgroups")
-    shard, w = upload(gpu, Weight(Q4, 320, 192))
+    shard, w = upload(gpu, Weight(Q4, 384, 192))
     matrix, given = matrix_of(shard), linear_inputs(gpu, rows, 192, Inputs.INT8, Prologue.BLOCKS)
     shape, grid = shard.shape(rows, Inputs.INT8, Prologue.BLOCKS, Epilogue.GLU_BLOCKS), GridSize(4, 128)
     route = routes.fused_linear(shape, grid, gpu.caps)
-    assert route.consts["SHARED_UNITS"] == 1
-    y = gpu.zeros((rows + 1) * 5 * INT8_BLOCK.itemsize, "y")
-    fill(gpu, y, (rows + 1) * 5, 12)
+    assert route.consts["SHARED_UNITS"] == 2
+    y = gpu.zeros((rows + 1) * 6 * INT8_BLOCK.itemsize, "y")
+    fill(gpu, y, (rows + 1) * 6, 12)
     make = Ops(gpu, verify_reference.step_buffer(gpu, m))
     output = ops.glu_blocks(y, matrix, Activation.SILU, persistent=True)
     (found,) = make.linear(given.x, matrix, rows, output, Inputs.INT8, given.prologue, (route,))
     run(gpu, [replace(found, grid=(grid.workgroups, 1, 1))], m)
-    got = read_blocks(gpu, y, rows + 1, 5)
+    got = read_blocks(gpu, y, rows + 1, 6)
     check_blocks(got[:m], swiglu(given.values @ w.T)[:m], mode_bound(gpu, (Inputs.INT8, Prologue.BLOCKS)))
     assert (got[m:].view(np.float32) == GUARD).all()
 

@@ -386,6 +386,42 @@ def test_query_heads_of_a_fused_kernel(heads, kv_heads, head_dim, grid, rows, co
 
 
 @pytest.mark.parametrize(
+    "n, k, tint, lanes",
+    [
+        (6144, 4096, False, 64),  # qkv of 8B: three full turns, with 32 lanes one and a half
+        (28672, 4096, False, 32),
+        (5120, 2048, False, 32),  # qkv of 30B-A3B: a lane would have one block
+        (2048, 8192, False, 64),  # down of 1B: 32 lanes give half of the subgroups nothing to do
+        (576, 1536, False, 64),
+        (1536, 1152, False, 32),  # qkv of Gemma 3 1B: 64 lanes would have 36 blocks
+        (13824, 1152, False, 32),
+        (13824, 1152, True, 16),
+        (6144, 2560, True, 32),
+    ],
+)
+def test_lanes_of_a_fused_row(n, k, tint, lanes):
+    caps, grid = replace(GPU, tint=tint), routes.GridSize(256, 256) if k < 1536 or tint else routes.GridSize(128, 512)
+    assert routes.fused_linear(Linear(1, n, k, 32, Q4, Inputs.INT8), grid, caps).consts["LANES"] == lanes
+
+
+@pytest.mark.parametrize(
+    "n, rows, shared", [(28672, 8, 64), (28672, 2, 0), (16384, 8, 0), (19456, 16, 48), (4096, 8, 0)]
+)
+def test_units_that_workgroups_share(n, rows, shared):
+    shape = Linear(rows, n, 4096, 32, Q4, Inputs.INT8, Prologue.BLOCKS, Epilogue.GLU_BLOCKS)
+    route = routes.fused_linear(shape, routes.GridSize(128, 512), GPU)
+    assert route.consts.get("SHARED_UNITS", 0) == shared
+
+
+def test_sums_that_leave_blocks():
+    """Where most workgroups have a block, and none has two."""
+    large = routes.GridSize(128, 512)
+    found = [routes.sums_leave_blocks(dim, 8, large) for dim in (2048, 2080, 2560, 3072, 4096, 4128)]
+    assert found == [False, True, True, True, True, False]
+    assert not routes.sums_leave_blocks(4096, 16, large)
+
+
+@pytest.mark.parametrize(
     "heads, kv_heads, head_dim, rows, segments, longest",
     [
         (32, 8, 64, 2, 1, 8192),  # in splits

@@ -6,8 +6,8 @@
 // A unit is WORKGROUP_ROWS adjacent rows, or PASSES times as many one after the other, for an epilogue that needs the results of more
 // rows. With SHARED_UNITS the last ones, for which there are twice as many workgroups, are computed by two: each takes half the tokens.
 // Sums have names: an array that a loop indexes may be kept in memory.
-// Needs TOKENS <= min(LANES, SUBGROUP), K % 32 == 0 (q6: 64), GROUP % 32 == 0 or GROUP == 16; with SHARED_UNITS TOKENS > 2 and a
-// multiple of the workgroups of other units, which are twice as many as these or more.
+// Needs TOKENS <= min(LANES, SUBGROUP), K % 32 == 0 (q6: 64), GROUP % 32 == 0 or GROUP == 16; with SHARED_UNITS TOKENS > 2,
+// 2 * SHARED_UNITS <= workgroups, (UNITS - SHARED_UNITS) % workgroups == 0, UNITS > SHARED_UNITS.
 // Parts: f16, (scales, planes_*,) inputs_int8 or prologue_norm, _merge or _blocks, dot_*, epilogue_*, reduce_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py

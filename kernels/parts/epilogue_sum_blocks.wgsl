@@ -1,9 +1,10 @@
 // Role epilogue: stream[layer + LAYER_OFFSET, token, row] = residual[layer, token, row] + v (+ bias), as epilogue_sum, and y = the same
 // times next_norm as int8 blocks (see blocks_int8), for the linear after the next norm. 1 / rms is left to that linear:
 // squares[layer + LAYER_OFFSET, token, block] is the sum of squares of a block (see input_rms). Rows come in pairs: row is even, v = (row, row + 1).
-// Needs m <= TOKENS, a workgroup that covers 32 consecutive rows, and N % 32 == 0. Parts: blocks_int8, hidden; grid_barrier (or unfused).
+// Needs m <= TOKENS, a workgroup that covers 32 consecutive rows, and N % 32 == 0. Not with Tint: there are no late_residual
+// and repair_residual. Parts: blocks_int8, hidden; grid_barrier (or unfused).
 const N: u32 = 32u;     // rows of the matrix, which has one shard
-const ROW0: u32 = 0u;
+const ROW0: u32 = 0u;   // its first row
 const LAYER_OFFSET: u32 = 0u;
 const NORMS: u32 = 1u;  // layers of next_norm
 const TOKENS: u32 = 1u;
@@ -39,10 +40,10 @@ fn workgroup_epilogue(workgroup: u32, token0: u32, end: u32, index: u32) {
   for (var i0 = 0u; i0 < 4u * TOKENS; i0 += WORKGROUP) {  // a quarter of a block each; the same iterations for all invocations
     let i = min(i0 + index, 4u * TOKENS - 1u);
     let first = (layer() + LAYER_OFFSET) * (block_word(TOKENS, 0u, N / 32u) + LINE_PADDING) + block_word(i / 4u, workgroup, N / 32u);
-    let live = i0 + index == i && workgroup < N / 32u && i / 4u < end;
+    let live = i0 + index == i && workgroup < N / 32u && i / 4u >= token0 && i / 4u < end;
     store_block(first, N / 32u, load_hidden(8u * i), load_hidden(8u * i + 4u), index, live);
   }
-  if (index < TOKENS && workgroup < N / 32u) {
+  if (index >= token0 && index < end && workgroup < N / 32u) {
     var sum = 0.0;
     for (var i = 0u; i < 16u; i++) { sum += pair_squares[index * 16u + i]; }
     squares[(layer() + LAYER_OFFSET) * (TOKENS * (N / 32u) + LINE_PADDING) + index * (N / 32u) + workgroup] = sum;

@@ -7,7 +7,7 @@ keep the line in its own cache.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby, product
 
 import numpy as np
@@ -216,6 +216,9 @@ class InterStage:
     ffn_squares: BufferRange
 
 
+LEFT_FOR_NEXT = ("attn_blocks", "attn_squares")  # what a layer leaves for the next one, and the last one for nobody
+
+
 class FusedDecode:
     """All layers for up to `rows` token rows: from those of layer 0 of x to those of layer `layers`.
 
@@ -246,7 +249,8 @@ class FusedDecode:
         self.layer_tables: dict[bytes, Buffer] = {}
         words = (max(each) for each in zip(*(inter_stage_widths(config, rows) for rows in widths), strict=True))
         most = max(map(len, self.runs(same_storage=False)))  # layers of a kernel
-        sizes = [(most + 1) * layer_stride(width) for width in words]  # one more for what the last layer leaves
+        layers = (most + (field.name in LEFT_FOR_NEXT) for field in fields(InterStage))
+        sizes = [count * layer_stride(width) for count, width in zip(layers, words, strict=True)]
         *between, self.x = padded_ranges(self.gpu, [*sizes, x_bytes], "x and inter-stage")
         self.between = InterStage(*between)
         self.copies: Buffer | None = None
@@ -409,7 +413,7 @@ class FusedDecode:
             before_qkv = self.norm_stage(attn_norm, x, between.attn_blocks, rows)
             before_gate_up = [self.norm_stage(ffn_norm, between.mid, between.ffn_blocks, rows)]
             normalised = qkv_inputs = gate_up_inputs = PrologueSpec(Prologue.BLOCKS, parts=("input_rms_none",))
-            if leaves_blocks:  # of the first layer nobody has
+            if leaves_blocks:  # for all but the first layer
                 before_qkv, before_gate_up = replace(before_qkv, first=True), []
                 qkv_inputs = self.unnormalised(between.attn_squares, but_first=True)
                 gate_up_inputs = self.unnormalised(between.ffn_squares)

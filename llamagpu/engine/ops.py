@@ -358,7 +358,8 @@ class Ops:
         size, own = self.gpu.caps.subgroup, self.constants(route)
         sums = own.get("TOKENS", 1) // own.get("TOKEN_TEAMS", 1) * own.get("ROW_PAIRS", 1)
         lanes = own.get("LANES", own["WORKGROUP"])
-        if (own.get("TOKENS", 1) > 1 or route.kernel == "linear_gemv_fused") and size >= lanes:
+        in_part = own.get("TOKENS", 1) > 1 or route.kernel == "linear_gemv_fused"  # lanes may be a part of a subgroup
+        if in_part and size >= lanes:
             return size % lanes == 0
         return size >= sums and lanes % size == 0
 

@@ -394,11 +394,12 @@ GEMV_SHAPES: tuple[tuple[str, Callable[[Linear, Caps], bool], dict[str, int]], .
 
 GEMV_WIDTHS = (2, 4, 8, 16)  # most token rows of the GEMV kernels
 FUSED_PREFETCH = {2: 4, 4: 2, 8: 2, 16: 1}  # prefetch depth by the token rows of a fused kernel
-# A step fused with norm stages and unfused on an H200 (2026-11-17), us: 1B 4 rows 542 and 692, 8 rows 650 and 773, 16
-# rows 860 and 987; 3B 1083 and 1490, 1373 and 1813, 2286 and 2500; 8B 1917 and 2347, 2456 and 2959, 4347 and 4659; Qwen
-# 3 0.6B 677 and 955, 798 and 1091, 1017 and 1361. With norms in prologues 1B 2 rows 478, 4 rows 566, 8 rows 948; 8B 2
-# rows 1800, 4 rows 2959. Q4_K_M 1B 587 and 759, 901 and 872, 1276 and 1143; 8B 2312 and 2573, 3568 and 3386.
-NORM_STAGE_ROWS = 4  # from so many rows on norms are stages of their own, and attention is not split
+# A step fused with blocks between stages and unfused on an H200 (2026-11-17), us: 1B 4 rows 542 and 692, 8 rows 650 and
+# 773, 16 rows 860 and 987; 3B 1083 and 1490, 1373 and 1813, 2286 and 2500; 8B 1917 and 2347, 2456 and 2959, 4347 and
+# 4659; Qwen 3 0.6B 677 and 955, 798 and 1091, 1017 and 1361. With norms in prologues 1B 2 rows 478, 4 rows 566, 8 rows
+# 948; 8B 2 rows 1800, 4 rows 2959. Q4_K_M 1B 587 and 759, 901 and 872, 1276 and 1143; 8B 2312 and 2573, 3568 and 3386.
+NORM_STAGE_ROWS = 4  # from so many rows on inputs of linears are blocks in global memory, and attention is not split
+SUM_BLOCK_ROWS = 8  # most rows of which sums leave blocks, see sums_leave_blocks
 MAX_FUSED_DIM = 4096  # of a fused step of several rows
 FUSED_BYTES = 8192  # of workgroup memory that pieces of inputs leave to other things
 SPARE_BYTES = 1024  # with all but 400 bytes taken a kernel did not return (H200)
@@ -871,6 +872,8 @@ def rows_grid(grid: GridSize) -> GridSize:
     """For a fused kernel of several rows, where one of a row has this grid size.
 
     Small workgroups may take so many registers each that they do not all run at the same time (Qwen 3 0.6B on an H200).
+    Nobody probes this one: if its workgroups do not either, the first step of several rows times out, and such steps
+    are unfused from then on.
     """
     return GridSize(128, 512) if grid.workgroups > 128 else grid
 
@@ -886,10 +889,11 @@ def attention_can_rotate(head_dim: int, rope_dims: int, run: int, caps: Caps) ->
 
 
 def fused_linear(s: Linear, grid: GridSize, caps: Caps, half_sums: bool = True) -> Route[Linear]:
-    """As many lanes share two rows as give every subgroup something to do, with two blocks for each lane twice as many
-    if that leaves fewer workgroups idle in the end (a token of 8B 1514 us, then 1494 on an H200, 2026-11-17). Half a
-    subgroup, if fewer of its lanes are idle, is faster with Dawn only (Gemma 3 1B 619 us, then 590; with wgpu 629, then
-    716).
+    """As many lanes share two rows as give every subgroup something to do and have something to do themselves.
+
+    Twice as many, with two blocks or more each, if that leaves fewer workgroups idle in the end: a token of 8B takes
+    1494 us on an H200 (2026-11-17), else 1514. Half a subgroup, if that leaves far fewer lanes idle, is faster with
+    Dawn only: Gemma 3 1B 590 us, else 619; with wgpu 716, else 629.
 
     The prefetch is shorter where f32 inputs, f16 or q6 weights take the registers (F16 -10 %, f32 inputs -2 to -5 % on
     an H200, 2026-11-15; Q4_K_M, which has stages of both q4 and q6, tokens a second of 1B / 3B / 8B 2103 / 1041 / 580,
@@ -898,15 +902,16 @@ def fused_linear(s: Linear, grid: GridSize, caps: Caps, half_sums: bool = True) 
     if s.m > 1:
         return _fused_batch(s, grid, caps, half_sums)
     lanes, blocks = caps.subgroup, s.k // 32
-    while 2 * lanes <= min(grid.invocations, blocks) and s.n * lanes <= invocations(grid):
+    while 2 * lanes <= grid.invocations and 3 * lanes <= 2 * blocks and s.n * lanes <= invocations(grid):
         lanes *= 2
-    if 4 * lanes <= blocks and busiest_rows(s.n, 2 * lanes, grid) < busiest_rows(s.n, lanes, grid):
+    fits = 2 * lanes <= grid.invocations and 4 * lanes <= blocks
+    if fits and busiest_rows(s.n, 2 * lanes, grid) < busiest_rows(s.n, lanes, grid):
         lanes *= 2
 
     def work(lanes: int) -> int:
         return busiest_rows(s.n, lanes, grid) * -(-blocks // lanes) * lanes
 
-    if caps.tint and lanes == caps.subgroup and work(lanes // 2) < work(lanes):
+    if caps.tint and lanes == caps.subgroup and 4 * work(lanes // 2) <= 3 * work(lanes):
         lanes //= 2
     prefetch = 2 if s.inputs is not Inputs.INT8 or s.storage.two_bytes or s.storage is Storage.Q6 else 4
     consts = {"WORKGROUP": grid.invocations, "LANES": lanes, "PREFETCH": prefetch}
@@ -967,7 +972,7 @@ def sums_leave_blocks(dim: int, rows: int, grid: GridSize) -> bool:
     On an H200 (2026-11-17) 4 and 8 rows of 8B take 1982 us instead of 2063, 2566 instead of 2662; 16 rows, whose inputs
     lanes of half a subgroup share, 5487 instead of 4331.
     """
-    return rows <= 8 and grid.workgroups // 2 < dim // 32 <= grid.workgroups
+    return rows <= SUM_BLOCK_ROWS and grid.workgroups // 2 < dim // 32 <= grid.workgroups
 
 
 def has_norm_stages(rows: int) -> bool:
@@ -1033,6 +1038,8 @@ def fused_widths(dim: int, attention: Attention, int8: bool, half_sums: bool, ca
         squares = 0 if has_norm_stages(rows) else rows * dim // (2 * subgroup)
         memory = blocks * input_block_bytes(half_sums) + row_bytes(rows, grid, caps) + squares
         memory += fused_shared_bytes(attention, grid, caps, rows)
+        if has_norm_stages(rows) and sums_leave_blocks(dim, rows, grid):  # sums of squares, and 1 / rms
+            memory, lanes = memory + rows * 68, max(lanes, grid.invocations // 16)
         spare = caps.shared_bytes - SPARE_BYTES
         in_turn = rows * lanes * FUSED_PREFETCH[rows]  # blocks that a turn of the loop needs
         return covered in (16, 32, 64) and rows <= subgroup and memory <= spare and in_turn <= piece
