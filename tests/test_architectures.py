@@ -578,7 +578,7 @@ def test_fused_rows_with_qk_norm(fused_gpu: Any, expected: Any, monkeypatch: pyt
     path, want = expected("qwen3", "Q8_0")
     monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, measured_barrier=True))
     monkeypatch.setattr(routes, "FUSED_PREFETCH", {rows: 1})
-    monkeypatch.setattr(routes, "sums_leave_blocks", lambda *_: True)
+    monkeypatch.setattr(routes, "sums_leave_blocks", lambda dim, rows, *_: rows == 4)
     run = load_one(fused_gpu, path, precision=Precision.FAST, kv_type=KvType.F16)
     assert [dispatch.kernel for dispatch in run.model.plan(rows).dispatches].count("fused_layers") == 1
     stages = fused_of(run).stages([0, 1], rows=rows)

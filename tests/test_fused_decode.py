@@ -234,7 +234,8 @@ def rows_gpu(fused_gpu, monkeypatch, request):
     monkeypatch.setattr(
         routes, "int8_result_lanes", lambda rows, grid, caps: max(caps.subgroup, grid.invocations // 16)
     )  # 64 rows of gate and up in two passes
-    monkeypatch.setattr(routes, "sums_leave_blocks", lambda *_: request.param == SUMS_LEAVE_BLOCKS)
+    leaves = request.param == SUMS_LEAVE_BLOCKS
+    monkeypatch.setattr(routes, "sums_leave_blocks", lambda dim, rows, *_: leaves and rows == 4)
     return fused_gpu
 
 
@@ -259,7 +260,7 @@ def test_fused_rows_of_several_sequences(rows_gpu, tmp_path, monkeypatch):
         reserve(run.engine, slot, 128)
     assert [d.kernel for d in model.plan(most).dispatches].count("fused_layers") == 1
     *_, down = fused_of(run).stages([0, 1], rows=most)  # of 1088 inputs
-    piece = ["512u" if routes.sums_leave_blocks(256, most, GridSize(1, 256)) else "128u"]
+    piece = ["512u" if routes.sums_leave_blocks(256, most, GridSize(1, 256), 128) else "128u"]
     assert INPUT_WIDTH.findall(down.source) == (piece if most == 4 else [])
 
     def check(*segments: Segment) -> None:
@@ -363,7 +364,7 @@ def test_widths_that_are_fused(fused_gpu):
     assert routes.fused_widths(2048, llama_1b, True, False, caps) == (2, 4, 8, 16)
     assert routes.fused_widths(3072, Attention(1, 24, 8, 128), True, False, caps) == (2, 4, 8, 16)
     assert routes.fused_widths(5120, llama_8b, True, False, caps) == ()
-    assert routes.fused_widths(2048, llama_1b, True, False, replace(caps, shared_bytes=16384)) == (2,)
+    assert routes.fused_widths(2048, llama_1b, True, False, replace(caps, shared_bytes=16384)) == (2, 4)
     assert routes.fused_widths(2048, llama_1b, False, False, caps) == ()
     assert routes.fused_widths(576, llama_1b, True, False, caps) == ()  # rows of 576 / 8 are no whole subgroups
     assert routes.fused_widths(2048, llama_1b, True, False, replace(caps, measured_barrier=False)) == ()
@@ -1037,7 +1038,7 @@ def test_nothing_is_read_before_the_wait_is_over(fused_gpu, tmp_path, precision,
 def test_nothing_is_read_before_the_wait_in_steps_of_several_rows(rows_gpu, tmp_path):
     run = load_one(rows_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE), precision=Precision.FAST)
     found = late_reads(fused_of(run).stages([0, 1, 2], rows=most_rows()))
-    if routes.sums_leave_blocks(SHAPE["dim"], most_rows(), GridSize(1, 256)) and most_rows() > 2:
+    if routes.sums_leave_blocks(SHAPE["dim"], most_rows(), GridSize(1, 256), 128):
         assert found == 12  # x | blocks, squares | q, keys, values | blocks, x | blocks, squares | act, mid
     elif routes.has_norm_stages(most_rows()):
         assert found == 11  # x | blocks | q, keys, values | blocks, x | mid | blocks | act, mid

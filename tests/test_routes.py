@@ -326,9 +326,8 @@ def test_small_workgroups_hold_the_heads_of_a_kv_head():
     assert [routes.grid_sizes(dim, 4, GPU)[0] == small for dim in (576, 1535, 1536)] == [True, True, False]
     experts = [routes.grid_sizes(dim, 8, GPU, experts=True)[0] for dim in (2048, 3072, 4096)]
     assert [grid == small for grid in experts] == [True, True, False]
-    assert {routes.rows_grid(grid) for grid in experts} == {
-        routes.GridSize(128, 512)
-    }  # of several rows: one for a core
+    large = routes.GridSize(128, 512)
+    assert {routes.rows_grid(grid) for grid in experts} == {large}  # of several rows: one for a core
     dawn = replace(GPU, tint=True)
     assert [routes.grid_sizes(dim, 4, dawn)[0] == small for dim in (576, 3072, 4096)] == [True, True, False]
 
@@ -414,11 +413,12 @@ def test_units_that_workgroups_share(n, rows, shared):
 
 
 def test_sums_that_leave_blocks():
-    """Where most workgroups have a block, and none has two."""
+    """Where most workgroups have a block, none has two, and pieces are large enough."""
     large = routes.GridSize(128, 512)
-    found = [routes.sums_leave_blocks(dim, 8, large) for dim in (2048, 2080, 2560, 3072, 4096, 4128)]
+    found = [routes.sums_leave_blocks(dim, 8, large, 1024) for dim in (2048, 2080, 2560, 3072, 4096, 4128)]
     assert found == [False, True, True, True, True, False]
-    assert not routes.sums_leave_blocks(4096, 16, large)
+    assert [routes.sums_leave_blocks(4096, rows, large, 1024) for rows in (2, 4, 16)] == [False, True, False]
+    assert [routes.sums_leave_blocks(4096, 4, large, piece) for piece in (128, 256)] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-// Role input_rms: the blocks of prologue_blocks are not divided by the rms of their row (see epilogue_sum_blocks), so the results
-// are: output_scale(token) = 1 / rms, from the sums of squares of the blocks.
-// Every invocation must call load_input_rms, and a barrier follows. Needs WORKGROUP % SUBGROUP == 0. Parts: grid_barrier (or unfused).
+// Role input_rms: the blocks of prologue_blocks are not divided by the rms of their row (see epilogue_sum_blocks). The results of the
+// linear are divided by it: output_scale(token) = 1 / rms, from the sums of squares of the blocks.
+// Every invocation must call load_input_rms; the caller puts a barrier between it and output_scale. Needs WORKGROUP % SUBGROUP == 0. Parts: grid_barrier (or unfused).
 const K: u32 = 32u;
 const TOKENS: u32 = 1u;
 const EPS: f32 = 1e-5;

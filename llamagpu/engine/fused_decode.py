@@ -391,7 +391,7 @@ class FusedDecode:
         def to_qkv(matrix: Matrix) -> Output:
             return ops.rows(between.raw, matrix) if c.rotates_apart else ops.qkv(c, kind, matrix, to_q, stored)
 
-        leaves_blocks = staged and self.sums_leave_blocks(members, rows)
+        leaves_blocks = self.sums_leave_blocks(members, rows)
         attn_norm, ffn_norm = (None if w is None else layer_range(w, count) for w in (first.attn_norm, first.ffn_norm))
 
         def to_mid(matrix: Matrix) -> Output:
@@ -484,7 +484,8 @@ class FusedDecode:
         """Whether the linears into the residual stream quantise it for the next ones. No shard may cut a block."""
         layers = (self.weights.layers[i] for i in members)
         whole = all(len(matrix.shards) == 1 for layer in layers for matrix in (layer.attn_output, layer.ffn_down))
-        return whole and routes.sums_leave_blocks(self.config.dim, rows, self.grid_of(rows))
+        piece = routes.piece_blocks(self.half_sums, self.gpu.caps)
+        return whole and routes.sums_leave_blocks(self.config.dim, rows, self.grid_of(rows), piece)
 
     def unnormalised(self, squares: AnyBuffer, but_first: bool = False) -> PrologueSpec:
         """Inputs that a linear has left, or for the first layer a norm."""

@@ -399,7 +399,8 @@ FUSED_PREFETCH = {2: 4, 4: 2, 8: 2, 16: 1}  # prefetch depth by the token rows o
 # 4659; Qwen 3 0.6B 677 and 955, 798 and 1091, 1017 and 1361. With norms in prologues 1B 2 rows 478, 4 rows 566, 8 rows
 # 948; 8B 2 rows 1800, 4 rows 2959. Q4_K_M 1B 587 and 759, 901 and 872, 1276 and 1143; 8B 2312 and 2573, 3568 and 3386.
 NORM_STAGE_ROWS = 4  # from so many rows on inputs of linears are blocks in global memory, and attention is not split
-SUM_BLOCK_ROWS = 8  # most rows of which sums leave blocks, see sums_leave_blocks
+SUM_BLOCK_ROWS = 8  # most token rows of which sums leave blocks, see sums_leave_blocks
+GLU_UNIT, SUM_UNIT = 64, 32  # rows of a linear that epilogue_glu_blocks and epilogue_sum_blocks make a block of
 MAX_FUSED_DIM = 4096  # of a fused step of several rows
 FUSED_BYTES = 8192  # of workgroup memory that pieces of inputs leave to other things
 SPARE_BYTES = 1024  # with all but 400 bytes taken a kernel did not return (H200)
@@ -929,11 +930,11 @@ def _fused_batch(s: Linear, grid: GridSize, caps: Caps, half_sums: bool) -> Rout
         lanes *= 2
     passes, shared = 1, 0
     if s.epilogue is Epilogue.SUM_BLOCKS:
-        lanes = grid.invocations // 16  # a workgroup covers 32 rows
+        lanes = lanes_of_unit(SUM_UNIT, grid)
     elif s.epilogue.needs_workgroup:
         lanes = int8_result_lanes(s.m, grid, caps)
-        passes = 64 // rows_per_workgroup({"WORKGROUP": grid.invocations, "LANES": lanes})
-        shared = shared_units(s.n // 64, s.m, grid)
+        passes = GLU_UNIT // rows_per_workgroup({"WORKGROUP": grid.invocations, "LANES": lanes})
+        shared = shared_units(s.n // GLU_UNIT, s.m, grid)
     consts = {"WORKGROUP": grid.invocations, "LANES": lanes, "TOKENS": s.m, "PREFETCH": prefetch, "PASSES": passes}
     consts |= {"SHARED_UNITS": shared} if shared else {}
     return Route(
@@ -946,8 +947,13 @@ def invocations(grid: GridSize) -> int:
 
 
 def int8_result_lanes(rows: int, grid: GridSize, caps: Caps) -> int:
-    """Lanes that share rows, so that a workgroup covers no more than the 64 rows that epilogue_glu_blocks takes."""
-    return max(caps.subgroup // 2, grid.invocations // 32, rows)
+    """Lanes that share two rows, so that a workgroup covers no more rows than epilogue_glu_blocks takes."""
+    return max(caps.subgroup // 2, lanes_of_unit(GLU_UNIT, grid), rows)
+
+
+def lanes_of_unit(rows: int, grid: GridSize) -> int:
+    """Lanes that share two rows, if a workgroup covers so many."""
+    return 2 * grid.invocations // rows
 
 
 def busiest_rows(n: int, lanes: int, grid: GridSize) -> int:
@@ -965,14 +971,17 @@ def shared_units(units: int, rows: int, grid: GridSize) -> int:
     return left if rows > 2 and units > left and 2 * left <= grid.workgroups else 0
 
 
-def sums_leave_blocks(dim: int, rows: int, grid: GridSize) -> bool:
+def sums_leave_blocks(dim: int, rows: int, grid: GridSize, piece: int) -> bool:
     """Whether a linear into the residual stream of a fused kernel quantises its results for the next one, which saves
-    the norm stage: each workgroup covers a block, and most have one.
+    the norm stage: each workgroup covers a block, most have one, and a piece of inputs is enough for a turn.
 
     On an H200 (2026-11-17) 4 and 8 rows of 8B take 1982 us instead of 2063, 2566 instead of 2662; 16 rows, whose inputs
     lanes of half a subgroup share, 5487 instead of 4331.
     """
-    return rows <= SUM_BLOCK_ROWS and grid.workgroups // 2 < dim // 32 <= grid.workgroups
+    if not has_norm_stages(rows) or rows > SUM_BLOCK_ROWS:
+        return False
+    in_turn = rows * lanes_of_unit(SUM_UNIT, grid) * FUSED_PREFETCH[rows]
+    return grid.workgroups // 2 < dim // SUM_UNIT <= grid.workgroups and in_turn <= piece
 
 
 def has_norm_stages(rows: int) -> bool:
@@ -1002,7 +1011,7 @@ def unsplit_shares(heads_per_kv: int, kv_heads: int, rows: int) -> int:
 
 def row_bytes(rows: int, grid: GridSize, caps: Caps) -> int:
     """Workgroup memory of a linear of several rows besides its inputs: sums by subgroup, results for int8 blocks."""
-    return rows * (8 * grid.invocations // caps.subgroup + 128)
+    return rows * (8 * grid.invocations // caps.subgroup + 4 * 32)
 
 
 def piece_blocks(half_sums: bool, caps: Caps) -> int:
@@ -1038,8 +1047,8 @@ def fused_widths(dim: int, attention: Attention, int8: bool, half_sums: bool, ca
         squares = 0 if has_norm_stages(rows) else rows * dim // (2 * subgroup)
         memory = blocks * input_block_bytes(half_sums) + row_bytes(rows, grid, caps) + squares
         memory += fused_shared_bytes(attention, grid, caps, rows)
-        if has_norm_stages(rows) and sums_leave_blocks(dim, rows, grid):  # sums of squares, and 1 / rms
-            memory, lanes = memory + rows * 68, max(lanes, grid.invocations // 16)
+        if sums_leave_blocks(dim, rows, grid, piece):
+            memory += rows * (2 * SUM_UNIT + 4)  # a sum of squares for two rows, and 1 / rms
         spare = caps.shared_bytes - SPARE_BYTES
         in_turn = rows * lanes * FUSED_PREFETCH[rows]  # blocks that a turn of the loop needs
         return covered in (16, 32, 64) and rows <= subgroup and memory <= spare and in_turn <= piece
