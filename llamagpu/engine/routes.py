@@ -958,7 +958,7 @@ def lanes_of_unit(rows: int, grid: GridSize) -> int:
 
 def busiest_rows(n: int, lanes: int, grid: GridSize) -> int:
     """Rows of a linear that the busiest workgroup computes, if so many lanes share two."""
-    rows = 2 * grid.invocations // lanes
+    rows = rows_per_workgroup({"WORKGROUP": grid.invocations, "LANES": lanes})
     return -(-n // (rows * grid.workgroups)) * rows
 
 
@@ -995,7 +995,8 @@ def fuses_context(heads_per_kv: int, kv_heads: int, head_dim: int, rows: int, se
     Without splits attention needs many workgroups where the context is long. It does not share keys and values between
     rows: 16 rows of one sequence of 1B at a depth of 2048 take 1382 us on an H200 (2026-11-17), unfused 1426; at 8192,
     the end of that bucket, 2897 and 1735. Of 16 rows memory for partial results lets heads of 128 have few subgroups:
-    16 sequences of 8B take 3.1 us more for each position, unfused 2.5, and are as fast at some 500.
+    from depths of 0 and 160, 16 sequences of 8B take 3.1 us more for each position, unfused 2.5, and would be as fast
+    at some 500.
     """
     if not has_norm_stages(rows) or bucket < LONG_CONTEXT:
         return True
