@@ -28,6 +28,7 @@ from llamagpu.errors import (
     BadArgument,
     DoesNotFit,
     LlamaGpuError,
+    Overloaded,
     WrongState,
     check_argument,
     error_context,
@@ -388,11 +389,7 @@ class Llama:
         """
         self._check_open()
         ids = self._prompt_ids(prompt)
-        if not ids:
-            raise BadArgument("the prompt is empty", "give some text: there is no BOS token to start from")
-        if max(ids) >= self.config.vocab or min(ids) < 0:
-            cause = f"the prompt has token ids outside 0..{self.config.vocab - 1}"
-            raise BadArgument(cause, "encode it with this model's tokenizer")
+        self._check_ids(ids)
         check_argument("max_tokens", max_tokens, is_whole(max_tokens, -1), f"{AT_LEAST_0}; -1: until the end")
         check_argument("logprobs", logprobs, logprobs is None or is_whole(logprobs, 0), f"{AT_LEAST_0}, or None")
         check_argument("sampling", sampling, isinstance(sampling, Sampling | None), "a llamagpu.Sampling")
@@ -422,6 +419,13 @@ class Llama:
     @cached_property
     def _grammar_vocabulary(self) -> GrammarVocabulary:
         return GrammarVocabulary(self.tokenizer, self.config.vocab)
+
+    def _check_ids(self, ids: list[int]) -> None:
+        if not ids:
+            raise BadArgument("the prompt is empty", "give some text: there is no BOS token to start from")
+        if max(ids) >= self.config.vocab or min(ids) < 0:
+            cause = f"the prompt has token ids outside 0..{self.config.vocab - 1}"
+            raise BadArgument(cause, "encode it with this model's tokenizer")
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -455,22 +459,17 @@ class Llama:
         >>> len(second.result().ids) <= 4
         True
         """
-        check_argument("n", n, is_whole(n, 1), "a whole number from 1 up")
-        check_argument("sampling", sampling, isinstance(sampling, Sampling | None), "a llamagpu.Sampling")
-        ids, how = self._prompt_ids(prompt), sampling or self.sampling
-        runs = [
-            self.generate(
-                ids,
-                max_tokens=max_tokens,
-                sampling=how if how.seed is None else replace(how, seed=how.seed + i),
-                stop=stop,
-                grammar=grammar,
-                ignore_eos=ignore_eos,
-                logprobs=logprobs,
-                progress=progress,
-            )
-            for i in range(n)
-        ]
+        runs = self._generations(
+            prompt,
+            n,
+            sampling,
+            max_tokens=max_tokens,
+            stop=stop,
+            grammar=grammar,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            progress=progress,
+        )
         try:
             for run in runs:
                 run.begin()
@@ -479,6 +478,14 @@ class Llama:
                 run.close()
             raise
         return runs
+
+    def _generations(self, prompt: Prompt, n: int, sampling: Sampling | None, **more: Any) -> "list[Generation]":
+        """`n` of one prompt, not yet queued; `more`: arguments of `generate`."""
+        check_argument("n", n, is_whole(n, 1), "a whole number from 1 up")
+        check_argument("sampling", sampling, isinstance(sampling, Sampling | None), "a llamagpu.Sampling")
+        ids, how = self._prompt_ids(prompt), sampling or self.sampling
+        each = (how if how.seed is None else replace(how, seed=how.seed + i) for i in range(n))
+        return [self.generate(ids, sampling=own, **more) for own in each]
 
     def generate_batch(
         self,
@@ -493,32 +500,42 @@ class Llama:
     ) -> list[Completion]:
         """Continue many texts together, `n` times each; the results are in the order of the prompts.
 
-        The arguments are those of `submit`. An error in one ends all.
+        The arguments are as for `submit`. With a seed, equal prompts get equal texts. An error in one ends all.
 
         >>> answers = llama.generate_batch(["the quick", "once upon a"], max_tokens=4, n=2)
         >>> len(answers)
         4
         """
+        several = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
+        check_argument("prompts", prompts, several, "a list of prompts")
         queued: deque[Generation] = deque()
         found: list[Completion] = []
+
+        def first_result() -> None:
+            found.append(queued[0].result())
+            queued.popleft()
+
+        how = dict(max_tokens=max_tokens, stop=stop, grammar=grammar, logprobs=logprobs)
         try:
             for prompt in prompts:
-                queued += self.submit(
-                    prompt,
-                    n=n,
-                    max_tokens=max_tokens,
-                    sampling=sampling,
-                    stop=stop,
-                    grammar=grammar,
-                    logprobs=logprobs,
-                )
-                while len(queued) > BATCH_QUEUE:
-                    found.append(queued[0].result())
-                    queued.popleft()
+                for run in self._generations(prompt, n, sampling, **how):
+                    while len(queued) >= BATCH_QUEUE or not self._queue(run, may_wait=bool(queued)):
+                        first_result()
+                    queued.append(run)
             return found + [run.result() for run in queued]
         finally:
             for run in queued:
                 run.close()
+
+    def _queue(self, run: "Generation", may_wait: bool) -> bool:
+        """Queue it; False if the queue is full and may be waited for."""
+        try:
+            run.begin()
+        except Overloaded:
+            if not may_wait:
+                raise
+            return False
+        return True
 
     def embed(self, text: str | Sequence[str], *, pooling: Pooling | None = None) -> NDArray[np.float32]:
         """The embedding [dim] of a text, or [n, dim] of several: the pooled hidden state, of length 1.
@@ -547,7 +564,8 @@ class Llama:
         """The embedding [dim] of token ids, at most as many as the context holds."""
         expected = "mean or last, or None"
         check_argument("pooling", pooling, pooling in (None, *POOLING_TYPES.values()), expected)
-        engine = self.loaded.engine
+        engine, ids = self.loaded.engine, token_ids("ids", ids)
+        self._check_ids(ids)
         with self._alone(len(ids)) as sequence:
             hidden = engine.last_hidden if (pooling or self.pooling) == "last" else engine.mean_hidden
             pooled = hidden(sequence, ids)
@@ -646,8 +664,7 @@ class Generation(Iterator[Token]):
         """The next token, the end token included. `text` is the concatenation of their texts."""
         if self.finish_reason:
             raise StopIteration
-        if self._ended:
-            raise WrongState(f"this generation cannot go on: {self._ended}", "start a new one")
+        self._check_ended()
         self.begin()
         try:
             with map_device_lost():
@@ -680,6 +697,10 @@ class Generation(Iterator[Token]):
     def usage(self) -> Usage:
         return Usage(len(self.prompt_ids), len(self.ids), self.timings.cached_tokens)
 
+    def _check_ended(self) -> None:
+        if self._ended:
+            raise WrongState(f"this generation cannot go on: {self._ended}", "start a new one")
+
     def _end(self, reason: str) -> None:
         self._ended = self._ended or reason
         if self._request:
@@ -690,6 +711,7 @@ class Generation(Iterator[Token]):
         id = self.llama.scheduler.next_token(self._request)
         self._time(id is not None)
         if id is None:
+            self._check_ended()  # another thread has closed it
             self.finish_reason = "length" if self.max_tokens == 0 else "context"  # or the cache was full
             return None
         return self._accept(id, self._request)
@@ -732,16 +754,16 @@ class Generation(Iterator[Token]):
         return Token(id, text[:shown], logprob)
 
     def _time(self, tokens: int) -> None:
-        """So many have come."""
-        assert self._request is not None
-        times, since = self.timings, time.perf_counter() - self._began
-        times.cached_tokens = self._request.cached
-        if not times.tokens:
-            times.prefill_s = since
-        if tokens:
-            times.first_token_s = times.first_token_s or since
-            times.tokens += tokens
-            times.decode_s = since - times.first_token_s
+        """So many more are taken. They have come before, if the caller was busy."""
+        request, times = self._request, self.timings
+        assert request is not None
+        times.cached_tokens = request.cached
+        times.tokens += tokens
+        times.prefill_s = (request.first_at or time.perf_counter()) - self._began
+        if times.tokens:
+            times.first_token_s = times.prefill_s
+            share = (times.tokens - 1) / max(len(request.new) - 1, 1)
+            times.decode_s = share * (request.latest_at - request.first_at)
 
     def _reason(self, request: Request) -> str:
         """The finish reason if the latest token, which does not end the text, is the last one; else empty."""

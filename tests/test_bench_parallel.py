@@ -7,12 +7,15 @@ from itertools import chain, repeat
 from types import SimpleNamespace
 
 import pytest
+from gguf_builder import tiny_llama
 from test_bench import shared_gpu  # noqa: F401
 from test_cli import run  # noqa: F401
 
 from llamagpu.bench import parallel
 from llamagpu.bench.bench import BenchOptions
 from llamagpu.bench.cases import BenchCase
+from llamagpu.engine.load import load_model
+from llamagpu.engine.options import EngineOptions
 
 pytestmark = pytest.mark.usefixtures("shared_gpu")
 ARGS = ("bench", "--synthetic", "tiny", "--parallel", "1,3", "-p", 9, "-n", 5, "-r", 1)
@@ -58,7 +61,7 @@ def test_measured_after_the_times_have_settled(monkeypatch):
     monkeypatch.setattr(parallel, "prompts_of", lambda *_: [])
 
     def measured(seconds) -> dict:
-        monkeypatch.setattr(parallel, "run", lambda *_: parallel.Times(*[next(seconds) / 2] * 2))
+        monkeypatch.setattr(parallel, "run", lambda *_: parallel.Times(*[next(seconds) / 2] * 2, later=9))
         case, options = BenchCase(64, 4, None, 0, 8, 4), BenchOptions(repetitions=2)
         return parallel.measure(engine, case, 3, False, options, lambda *_: None) | {"model_type": "tiny"}
 
@@ -70,3 +73,10 @@ def test_measured_after_the_times_have_settled(monkeypatch):
     assert first.startswith("tiny, 3 sequences: settled after 3.")
     assert second.startswith("tiny, 5 sequences: not settled: after 1")
     assert parallel.settling_lines([settled | {"settle_ns": 1e8}]) == []
+
+
+def test_tokens_that_come_before_the_last_prompt_is_read_do_not_count(tmp_path, gpu):
+    """Of 6 sequences whose prompts fill three steps the first have tokens by then."""
+    loaded = load_model(tiny_llama(tmp_path / "m.gguf"), EngineOptions(chunk=8, parallel=6), gpu=gpu)
+    times = parallel.run(loaded.engine, [[1, 2, 3, 4 + i] for i in range(6)], 5)
+    assert 0 < times.later < 6 * 4

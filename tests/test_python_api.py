@@ -466,6 +466,24 @@ def test_a_closed_generation(llama):
     assert list(run) == [] and run.result() == answer
 
 
+def test_closed_before_its_first_token(llama):
+    """As another thread may do it, while the first waits for a token."""
+    [run] = llama.submit(PROMPT, max_tokens=20)
+    llama.scheduler.while_computing = run.close
+    try:
+        with pytest.raises(WrongState, match="it was closed"):
+            run.result()
+    finally:
+        llama.scheduler.while_computing = lambda: None
+    assert not run.finish_reason
+
+
+@pytest.mark.parametrize("ids", [[], [-5], [10**6], "text"])
+def test_ids_that_cannot_be_embedded(llama, ids):
+    with pytest.raises(BadArgument):
+        llama.embed_ids(ids)
+
+
 def test_a_failed_generation_says_so(llama):
     def progress(done: int, total: int) -> None:
         raise KeyError

@@ -394,6 +394,31 @@ def test_submitted_generations(path, gpu):
         check_empty(llama.scheduler)
 
 
+def test_timings_are_those_of_the_tokens(path, gpu):
+    """Whenever the caller takes them."""
+    with Llama(path, device=gpu, parallel=2) as llama:
+        first, second = llama.submit([1, 2, 3], n=2, max_tokens=20, sampling=GREEDY)
+        first.result()
+        time.sleep(1)
+        late = second.result().timings
+        assert late.tokens == 20 and late.first_token_s < 1
+        assert 0.1 < first.timings.decode_s / late.decode_s < 10
+
+
+def test_a_batch_waits_where_the_queue_is_full(path, gpu):
+    with Llama(path, device=gpu, parallel=2) as llama:
+        llama.scheduler.max_waiting = 3
+        answers = llama.generate_batch([[1, 5], [1, 6]], n=8, max_tokens=2, sampling=GREEDY)
+        assert len(answers) == 16 and len({answer.ids for answer in answers}) == 2
+        check_empty(llama.scheduler)
+
+
+@pytest.mark.parametrize("prompts", ["Hello", b"Hello", {"a": 1}, None, 5])
+def test_a_batch_is_a_list(path, gpu, prompts):
+    with Llama(path, device=gpu) as llama, pytest.raises(BadArgument, match="prompts is"):
+        llama.generate_batch(prompts)
+
+
 def test_prompts_of_every_kind(path, gpu, tmp_path):
     template = {"tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
     path = tiny_llama(tmp_path / "chat.gguf", metadata=template)

@@ -37,6 +37,7 @@ Starts = Callable[[int, int, int, int], None]  # gets PP, TG, B and the repetiti
 class Times:
     prompts_s: float  # until the first token of every sequence
     tokens_s: float  # from there to the last token of the last sequence
+    later: int  # tokens that came in that time: sequences whose prompts were read before others have some by then
 
     @property
     def seconds(self) -> float:
@@ -62,10 +63,11 @@ def run(engine: Engine, prompts: Items[list[int]], new: int) -> Times:
         scheduler.submit(request)
     while not all(request.new for request in requests):
         scheduler.step()
-    first = time.perf_counter()
+    first, there = time.perf_counter(), sum(len(request.new) for request in requests)
     while not all(request.done for request in requests):
         scheduler.step()
-    return Times(first - began, time.perf_counter() - first)
+    later = sum(len(request.new) for request in requests) - there
+    return Times(first - began, time.perf_counter() - first, later)
 
 
 def bench_parallel(
@@ -123,7 +125,6 @@ def measure(engine: Engine, case: BenchCase, width: int, shared: bool, options: 
 
 def row(prompt: int, new: int, width: int, shared: bool, times: Times) -> Row:
     computed = width + prompt - 1 if shared else width * prompt
-    later = width * (new - 1)  # the first token of each comes with its prompt
     return {
         "test_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "pp": prompt,
@@ -134,7 +135,7 @@ def row(prompt: int, new: int, width: int, shared: bool, times: Times) -> Row:
         "t_pp": times.prompts_s,
         "speed_pp": computed / times.prompts_s,
         "t_tg": times.tokens_s,
-        "speed_tg": later / times.tokens_s if later else 0.0,
+        "speed_tg": times.later / times.tokens_s if times.later else 0.0,
         "t": times.seconds,
         "speed": (computed + width * new) / times.seconds,
     }

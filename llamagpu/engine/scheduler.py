@@ -76,6 +76,8 @@ class Request:
     cached: int = 0  # prompt tokens that were in the KV cache
     sequence: Sequence = field(default_factory=Sequence)
     taken: int = 0  # new tokens that the consumer has seen
+    first_at: float = 0.0  # when the first new token came, by time.perf_counter; 0: none has
+    latest_at: float = 0.0
     saved: list[NDArray[np.uint8]] | None = None  # keys and values of a paused one, of `computed` ids
     paused_at: int = 0  # how many ids those are
     configured: DeviceSampler | None = None  # that has its parameters and, for penalties, its recent tokens
@@ -83,6 +85,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.sampling = self.sampling.seeded()
+
+    def note_time(self) -> None:
+        """New tokens have come."""
+        self.latest_at = time.perf_counter()
+        self.first_at = self.first_at or self.latest_at
 
     @property
     def steps_alone(self) -> bool:
@@ -580,6 +587,7 @@ class Scheduler:
         kept = tokens[: min(left, end)]
         request.sequence.ids += kept[:-1]  # first: after a Ctrl-C here they are cut to the new tokens
         request.new += kept
+        request.note_time()
         request.sequence.checked = len(request.sequence)
         if min(left, end) <= len(tokens):
             self._finish(request)
@@ -612,6 +620,7 @@ class Scheduler:
             if request.matcher.stopped:
                 request.matched = len(request.new) + 1
         request.new.append(token)
+        request.note_time()
         if self._is_complete(request):
             self._finish(request)
 
