@@ -17,6 +17,16 @@ class Turn(NamedTuple):
     answer: str
 
 
+CHANNEL = "<|channel|>"
+
+
+def without_channels(answer: str) -> str:
+    """The text in gpt-oss' last channel, if it is the final one: its template refuses an answer with its reasoning."""
+    if not answer.startswith(CHANNEL):
+        return answer
+    return answer.rpartition(f"{CHANNEL}final<|message|>")[2] if f"{CHANNEL}final" in answer else ""
+
+
 @dataclass(slots=True)
 class Conversation:
     system: str | None = None
@@ -27,7 +37,7 @@ class Conversation:
         """The messages after the first `dropped` turns, in the form of a chat template."""
         pairs = [("system", self.system)] if self.system else []
         for turn in self.turns[dropped:]:
-            pairs += [("user", turn.question), ("assistant", turn.answer)]
+            pairs += [("user", turn.question), ("assistant", without_channels(turn.answer))]
         if question is not None:
             pairs.append(("user", question))
         return [{"role": role, "content": content} for role, content in pairs]

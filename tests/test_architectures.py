@@ -17,12 +17,14 @@ from reference import assert_close
 from test_fused_decode import drop_stores, fused_of, late_reads
 
 from llamagpu.convert.convert import convert, open_source, plan
+from llamagpu.convert.huggingface import window_keys
 from llamagpu.engine import fused_decode, routes
 from llamagpu.engine.fused_check import MAX_NMSE, largest_nmse
 from llamagpu.engine.model import BufferModel
 from llamagpu.engine.ops import attention_shape
 from llamagpu.engine.options import Backend, KvType, Precision
 from llamagpu.engine.step_inputs import Segment
+from llamagpu.errors import Unsupported
 from llamagpu.files.architectures import ARCHITECTURES, Architecture, QkNorm
 from llamagpu.files.config import FREQ_FACTORS, ModelConfig, used_shapes
 from llamagpu.files.gguf_file import GgufFile, RawTensor
@@ -226,6 +228,17 @@ MODELS: dict[str, Tiny] = {
         GRANITE,
         hf=HF_GRANITE | {"model_type": "granite"},
     ),
+    "granite, unrotated": Tiny(
+        "granite",
+        GRANITE | {"residual_scale": 1.0, "attention.scale": 0.25, "rope.scaling.finetuned": False},
+        hf=HF_GRANITE
+        | {
+            "model_type": "granite",
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 0.25,
+            "position_embedding_type": "nope",
+        },
+    ),
     "mistral3": Tiny("mistral3", YARN | {"attention.temperature_scale": 0.1}, tied=False, hf=MINISTRAL),
     "phi3": Tiny(
         "phi3",
@@ -274,6 +287,18 @@ MODELS: dict[str, Tiny] = {
                 "rope_local_base_freq": 10000.0,
                 "rope_scaling": {"rope_type": "linear", "factor": 8.0},
             },
+        },
+    ),
+    "gemma3, capped logits": Tiny(
+        "gemma3",
+        {"attention.sliding_window": 7, "final_logit_softcapping": 3.0},
+        hf={
+            "model_type": "gemma3_text",
+            "sliding_window": 7,
+            "rope_theta": 10000.0,
+            "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 64,
+            "final_logit_softcapping": 3.0,
         },
     ),
     "gpt-oss": Tiny(
@@ -551,6 +576,55 @@ def test_convert(tmp_path: Path, name: str) -> None:
     assert file.tensors.keys() == original.tensors.keys()
     for name, tensor in file.tensors.items():
         assert np.allclose(to_f32(tensor), to_f32(original.tensors[name]), rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3"])
+def test_tied_where_config_json_does_not_say(tmp_path: Path, name: str) -> None:
+    original = GgufFile(MODELS[name].write(tmp_path / "m.gguf", "F32"))
+    config = ModelConfig.from_gguf(original.metadata, original.tensors)
+    hf = MODELS[name].hf_config()
+    del hf["tie_word_embeddings"]
+    assert (
+        "output.weight" not in open_source(str(hf_folder(tmp_path / "tiny", hf, hf_weights(original, config)))).tensors
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "cause"),
+    [
+        ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping is None"),
+        ("gemma3, capped logits", {"query_pre_attn_scalar": 100}, "query_pre_attn_scalar is 100, not 64"),
+    ],
+)
+def test_what_gguf_cannot_say_is_not_converted(tmp_path: Path, name: str, changes: dict[str, Any], cause: str) -> None:
+    original = GgufFile(MODELS[name].write(tmp_path / "m.gguf", "F32"))
+    config = ModelConfig.from_gguf(original.metadata, original.tensors)
+    folder = hf_folder(tmp_path / "tiny", MODELS[name].hf_config() | changes, hf_weights(original, config))
+    with pytest.raises(Unsupported, match=cause):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"sliding_window_pattern": 2}, [7, 0, 7]),
+        ({"sliding_window_pattern": 1}, [0, 0, 0]),
+        ({"layer_types": ["full_attention"] * 3}, [0, 0, 0]),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, [0, 7, 0]),
+    ],
+)
+def test_which_layers_of_gemma_3_have_a_window(changes: dict[str, Any], windows: list[int]) -> None:
+    hf = MODELS["gemma3, capped logits"].hf_config() | {"num_hidden_layers": 3} | changes
+    keys = window_keys(hf, ARCHITECTURES["gemma3"], 7, 3)
+    pattern = keys.get("{arch}.attention.sliding_window_pattern", [False] * 3)
+    assert [keys.get("{arch}.attention.sliding_window", 0) * flag for flag in pattern] == windows
+
+
+def test_gemma_2_has_a_window_where_the_file_has_none(tmp_path: Path) -> None:
+    file = GgufFile(MODELS["gemma2"].write(tmp_path / "m.gguf", "F32"))
+    del file.metadata["gemma2.attention.sliding_window"]
+    config = ModelConfig.from_gguf(file.metadata | {"gemma2.context_length": 8192}, file.tensors)
+    assert config.kinds[0].window == 4096 and config.kinds[1].window == 0
 
 
 FUSED = ("qwen3", "smollm3", "mistral3", "olmo2", "olmo3", "gemma2", "gemma3")

@@ -540,3 +540,16 @@ def test_dumb_terminal(model, tmp_path):
         assert "**forty two**, and it ends.\r\n" in answer and "\x1b" not in answer
         terminal.type("/exit\r")
         assert terminal.ends() == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept"),
+    [
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>hi", "hi"),
+        ("<|channel|>final<|message|>hi", "hi"),
+        ("<|channel|>analysis<|message|>cut sho", ""),
+        ("a <|channel|>final<|message|>", "a <|channel|>final<|message|>"),
+    ],
+)
+def test_the_next_prompt_has_no_reasoning_of_other_channels(answer: str, kept: str) -> None:
+    assert Conversation(turns=[Turn("question", answer)]).messages()[1]["content"] == kept

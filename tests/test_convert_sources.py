@@ -601,19 +601,23 @@ def test_sentencepiece_from_tokenizer_model_and_tokenizer_json(tmp_path):
     """Llama 2's vocabulary as tokenizer.model, and rewritten as BPE in tokenizer.json."""
     original = GgufFile(vocabulary("llama-spm")).metadata
     (tmp_path / "tokenizer.model").write_bytes(spm_model(original))
-    (tmp_path / "added_tokens.json").write_text('{"<|pad|>": 32000, "<new>": 32001, "<beyond>": 32002}')
+    (tmp_path / "added_tokens.json").write_text(
+        json.dumps({"<|pad|>": 32000, "<new>": 32001, 6 * "\u2581": 32002, "<beyond>": 32003})
+    )
     decoder = {"32000": {"content": "<|pad|>", "special": True}, "1": {"content": "<s>", "special": True}}
     settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "added_tokens_decoder": decoder}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}")
-    found = vocab.vocabulary(tmp_path, 32002, {})
-    assert found["tokenizer.ggml.tokens"] == [*original["tokenizer.ggml.tokens"], "<|pad|>", "<new>"]
-    assert found["tokenizer.ggml.token_type"].tolist() == [*original["tokenizer.ggml.token_type"], 3, 4]
+    found = vocab.vocabulary(tmp_path, 32003, {})
+    assert found["tokenizer.ggml.tokens"] == [*original["tokenizer.ggml.tokens"], "<|pad|>", "<new>", "      "]
+    assert found["tokenizer.ggml.token_type"].tolist() == [*original["tokenizer.ggml.token_type"], 3, 4, 4]
     assert np.array_equal(found["tokenizer.ggml.scores"][:32000], original["tokenizer.ggml.scores"])
     assert found["tokenizer.ggml.eos_token_id"] == 2 and found["tokenizer.ggml.add_space_prefix"] is True
     assert found["tokenizer.chat_template"] == "{{ bos_token }}"
-    wanted = Tokenizer.from_gguf(original).encode(vocab.CHECK)
-    assert Tokenizer.from_gguf(found).encode(vocab.CHECK) == wanted
+    tokenizer, wanted = Tokenizer.from_gguf(found), Tokenizer.from_gguf(original).encode(vocab.CHECK)
+    assert tokenizer.encode(vocab.CHECK) == wanted
+    indented = tokenizer.encode("a:\n      b", bos=False)
+    assert 32002 in indented and tokenizer.decode(indented) == "a:\n      b"
 
     (tmp_path / "tokenizer.model").unlink()
     (tmp_path / "tokenizer.json").write_text(json.dumps(spm_json(original)))

@@ -28,6 +28,7 @@ from llamagpu.serve.tools import (
     with_generic_prompt,
 )
 
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
 ARGUMENTS = '{"a": "}\\"{", "b": [1, {"c": 2}]}'
 HERMES_CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
 F = [("call", "f"), ("arguments", ARGUMENTS)]
@@ -57,6 +58,10 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
     (f"hm</think>\n\n{HERMES_CALL}", {"style": HERMES, "thinking": "</think>"}, [("reasoning", "hm"), *F]),
     ("[THINK]hm[/THINK]answer", {}, [("reasoning", "hm"), ("content", "answer")]),
     ("<think>no end\n", {}, [("reasoning", "no end\n")]),
+    (f"<|channel|>analysis<|message|>hm\n<|end|>{FINAL}answer", {}, [("reasoning", "hm"), ("content", "answer")]),
+    (FINAL.removeprefix("<|start|>assistant") + "answer", {"style": HERMES}, [("content", "answer")]),
+    ("<|channel|>commentary<|message|>x", {}, [("content", "<|channel|>commentary<|message|>x")]),
+    ("<|sta", {}, [("content", "<|sta")]),
     ("<thin", {}, [("content", "<thin")]),
     (" <thing>", {}, [("content", " <thing>")]),
     ("", {}, []),

@@ -313,6 +313,30 @@ def test_ends() -> None:
     assert Tokenizer.from_gguf(small_bpe(eot_token_id=261)).is_end(261)
 
 
+def test_messages_of_several_channels() -> None:
+    """gpt-oss reasons in a message of its own, which <|end|> ends; the answer follows."""
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+    tokens = [*BYTE_LETTERS, *marks, "<|return|>", "<|call|>", "<|endoftext|>"]
+    types = np.array([1] * 256 + [3] * 7, np.int32)
+    tokenizer = Tokenizer.from_gguf(small_bpe(tokens=tokens, merges=[], token_type=types, eos_token_id=260))
+    assert [tokenizer.token_text(i) for i in range(263) if tokenizer.is_end(i)] == tokens[-3:]
+    text = "<|channel|>analysis<|message|>hm<|end|><|return|>"
+    ids = tokenizer.encode(text, bos=False)
+    assert tokenizer.decode(ids, special=False) == text.removesuffix("<|return|>")
+    assert "".join(map(tokenizer.stream().push, ids)) == text.removesuffix("<|return|>")
+    assert max(tokenizer.encode(text, bos=False, special=False)) < 256  # no text can begin a message
+
+
+def test_blanks_after_the_special_tokens_of_phi_3() -> None:
+    """The ids are llama.cpp's, which goes by the name."""
+    text = "<|user|>\nHello there<|end|>\n<|assistant|>\n"
+    named = Tokenizer.from_gguf(metadata("phi-3") | {"general.name": "Phi3 mini"})
+    assert named.encode(text) == [1, 32010, 15043, 727, 32007, 32001]
+    assert named.encode("<s> a", bos=False) == vocab("phi-3").encode("<s> a", bos=False)
+    other = Tokenizer.from_gguf(metadata("phi-3") | {"general.name": "Phi 3 Mini"})
+    assert other.encode(text) == [1, 32010, 29871, 13, 10994, 727, 32007, 29871, 13, 32001, 29871, 13]
+
+
 def test_chat_template_and_size() -> None:
     assert (vocab("qwen2").chat_template or "").startswith("{% for message in messages %}")
     assert vocab("gpt-2").chat_template is None

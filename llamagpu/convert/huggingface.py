@@ -190,17 +190,45 @@ def read_metadata(config: dict[str, Any], record: Architecture, name: str) -> di
         **rope_keys(config),
     }
     if record.sliding_window and config.get("sliding_window"):
-        keys[Keys.Attention.SLIDING_WINDOW] = integer("sliding_window")
-        if record.window_period and isinstance(kinds := config.get("layer_types"), list):
-            keys[Keys.Attention.SLIDING_WINDOW_PATTERN] = np.array([kind == "sliding_attention" for kind in kinds])
+        keys |= window_keys(config, record, integer("sliding_window"), integer("num_hidden_layers"))
+    if record.may_not_rotate and config.get("position_embedding_type") == "nope":
+        keys[Keys.Rope.SCALING_FINETUNED] = False
+    check_attention_scale(config, record, head_dim, integer("hidden_size") / heads, integer("num_hidden_layers"))
     if record.experts is not Experts.NONE:
         keys |= {template: integer(field) for field, template in EXPERTS.items() if config.get(field)}
     if Keys.LLM.EXPERT_COUNT in keys:
         width = integer("moe_intermediate_size", integer("intermediate_size"))
         keys[Keys.LLM.EXPERT_FEED_FORWARD_LENGTH] = width
-    fields = (SCALES if record.scales else {}) | (SOFT_CAPS if record.attn_soft_cap or record.logit_soft_cap else {})
+    fields = (SCALES if record.scales else {}) | (SOFT_CAPS if record.caps_logits else {})
     keys |= {template: real(config, field) for field, template in fields.items() if config.get(field)}
+    for field in SOFT_CAPS if record.attn_soft_cap else ():
+        if field in config and not config[field]:
+            raise Unsupported(f"config.json: {field} is {shown(config[field])}", f"{record.models} has soft caps.")
     return {metadata_key(template, record): value for template, value in keys.items()}
+
+
+def window_keys(config: Mapping[str, Any], record: Architecture, window: int, layers: int) -> dict[str, Any]:
+    """The window, and which layers have it; none if no layer has."""
+    has_window = None
+    if isinstance(kinds := config.get("layer_types"), list):
+        has_window = [kind == "sliding_attention" for kind in kinds]
+    elif isinstance(period := config.get("sliding_window_pattern"), int) and period > 0:
+        has_window = [(i + 1) % period > 0 for i in range(layers)]
+    if not record.window_period or has_window is None:
+        return {Keys.Attention.SLIDING_WINDOW: window}
+    if not any(has_window):
+        return {Keys.Attention.SLIDING_WINDOW: 0} if record.default_window else {}
+    return {Keys.Attention.SLIDING_WINDOW: window, Keys.Attention.SLIDING_WINDOW_PATTERN: np.array(has_window)}
+
+
+def check_attention_scale(
+    config: Mapping[str, Any], record: Architecture, head_dim: int, share: float, layers: int
+) -> None:
+    """GGUF has no key for what scores are divided by: it follows from the number of layers."""
+    wanted = share if layers == record.unscaled_layers else head_dim
+    if record.unscaled_layers and real(config, "query_pre_attn_scalar", wanted) != wanted:
+        given = shown(config["query_pre_attn_scalar"])
+        raise Unsupported(f"config.json: query_pre_attn_scalar is {given}, not {wanted:g}", REMEDY_ARCHITECTURE)
 
 
 def real(config: Mapping[str, Any], field: str, default: float | None = None) -> float:
@@ -309,7 +337,8 @@ def name_tensors(
     quantisation = None
     if isinstance(settings, dict) and settings.get("quant_method") != "mxfp4":  # see expert_tensors
         quantisation = QuantisationConfig.read(settings)
-    tied, names = bool(config.get("tie_word_embeddings")), name_map(record)
+    has_head = any(name.startswith("lm_head.") or ".lm_head." in name for name in stored)
+    tied, names = bool(config.get("tie_word_embeddings", not has_head)), name_map(record)
     found: dict[str, Tensor] = {}
     experts = metadata_key(Keys.LLM.EXPERT_COUNT, record) in metadata
     if experts:

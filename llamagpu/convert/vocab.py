@@ -82,6 +82,10 @@ class Vocabulary:
         self.put(id, text, TokenType.CONTROL if special or looks_special else TokenType.USER_DEFINED)
 
     def metadata(self, model: str, pre: str) -> dict[str, Any]:
+        if model == "llama":  # GGUF files have user-defined tokens of SentencePiece models as they stand in a text
+            own = (i for i, type in enumerate(self.types) if type == TokenType.USER_DEFINED)
+            for i in own:
+                self.tokens[i] = self.tokens[i].replace(SPACE, " ")
         found: dict[str, Any] = {
             Keys.Tokenizer.MODEL: model,
             Keys.Tokenizer.PRE: pre,

@@ -44,9 +44,11 @@ class Architecture:
     hf_types: tuple[str, ...]  # model_type in the config.json of Hugging Face checkpoints
     neox: bool = False  # RoPE pairs (i, i + rope_dims/2); else (2i, 2i + 1)
     sliding_window: bool = False  # attention.sliding_window counts; some files carry one that llama.cpp ignores
+    default_window: int = 0  # attention.sliding_window of files that have none
     window_period: int = 0  # every so many layers one sees all positions, if the file does not say which; 0: none does
     local_rope: bool = False  # layers with a window rotate by rope.freq_base_swa, without scaling
     local_theta: float = 0.0  # rope.freq_base_swa of files that have none; 0: their rope.freq_base
+    may_not_rotate: bool = False  # rope.scaling.finetuned = false means that no layer does
     unrotated_period: int = 0  # every so many layers one does not rotate; 0: all rotate
     rope_freqs: bool = False  # GGUF can store llama3 RoPE scaling, in the tensor rope_freqs.weight
     partial_rotary: bool = False  # RoPE may rotate a part of each head
@@ -64,6 +66,7 @@ class Architecture:
     embedding_root: bool = False  # embeddings are multiplied by the square root of their width
     scales: bool = False  # embedding, residual, attention and logit scale in the metadata
     attn_soft_cap: float = 0.0  # scores s become c tanh(s / c), unless the file has another c; 0: they do not
+    caps_logits: bool = False  # likewise the logits, by final_logit_softcapping
     logit_soft_cap: float = 0.0
     unscaled_layers: int = 0  # a model of so many layers divides scores by sqrt(dim / heads), not sqrt(head_dim)
     temperature: bool = False  # queries grow with the position (attention.temperature_scale)
@@ -103,12 +106,15 @@ ARCHITECTURES = {
             experts=Experts.WHOLE,
         ),
         Architecture("smollm3", models="SmolLM3", hf_types=("smollm3",), unrotated_period=4),
-        Architecture("granite", models="Granite 3 and 4 without experts", hf_types=("granite",), scales=True),
+        Architecture(
+            "granite", models="Granite 3 and 4 without experts", hf_types=("granite",), scales=True, may_not_rotate=True
+        ),
         Architecture(
             "granitemoe",
             models="Granite 3 with experts",
             hf_types=("granitemoe",),
             scales=True,
+            may_not_rotate=True,
             experts=Experts.WHOLE,
         ),
         Architecture(
@@ -161,12 +167,14 @@ ARCHITECTURES = {
             hf_types=("gemma2",),
             neox=True,
             sliding_window=True,
+            default_window=4096,
             window_period=2,
             norms_after=True,
             norm_shift=1,
             activation=Activation.GELU,
             embedding_root=True,
             attn_soft_cap=50.0,
+            caps_logits=True,
             logit_soft_cap=30.0,
             unscaled_layers=46,
             hf_defaults={"tie_word_embeddings": True},
@@ -185,6 +193,7 @@ ARCHITECTURES = {
             norm_shift=1,
             activation=Activation.GELU,
             embedding_root=True,
+            caps_logits=True,
             unscaled_layers=62,
             hf_defaults=GEMMA_3,
         ),

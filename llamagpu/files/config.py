@@ -126,8 +126,8 @@ class ModelConfig:
 
     @property
     def ropes(self) -> list[Rope]:
-        """The rotations that layers have."""
-        return sorted({kind.rope for kind in self.kinds} - {Rope.NONE})
+        """The rotations that layers have; one where none rotates, since kernels bind a table."""
+        return sorted({kind.rope for kind in self.kinds} - {Rope.NONE}) or [Rope.GLOBAL]
 
     @property
     def qk_norm_widths(self) -> tuple[int, int]:
@@ -322,13 +322,14 @@ def _attn_scale(keys: _Keys, record: Architecture, layers: int, dim: int, heads:
 def _kinds(keys: _Keys, record: Architecture, layers: int, context: int) -> tuple[LayerKind, ...]:
     window = 0
     if record.sliding_window:
-        window = keys.integer("attention.sliding_window", 1 << 32, default=0, least=0)
+        window = keys.integer("attention.sliding_window", 1 << 32, default=record.default_window, least=0)
     hidden = [True] * layers  # whether a layer has the window
     if window and record.window_period:
         hidden = _window_pattern(keys, record.window_period, layers)
+    rotates = not record.may_not_rotate or keys.get("rope.scaling.finetuned", True) is not False
     found = []
     for i in range(layers):
-        rotated = not record.unrotated_period or (i + 1) % record.unrotated_period
+        rotated = rotates and (not record.unrotated_period or (i + 1) % record.unrotated_period)
         rope = Rope.LOCAL if record.local_rope and window and hidden[i] else Rope.GLOBAL
         # a window longer than the context hides no position
         seen = window if hidden[i] and window < context else 0
@@ -359,7 +360,7 @@ def _scales(keys: _Keys, record: Architecture, dim: int) -> dict[str, Any]:
         found["logit_scale"] = 1 / (positive("logit_scale", 1.0) or 1.0)
     if record.attn_soft_cap:
         found["attn_soft_cap"] = positive("attn_logit_softcapping", record.attn_soft_cap)
-    if record.logit_soft_cap or record.attn_soft_cap:
+    if record.caps_logits:
         found["logit_soft_cap"] = positive("final_logit_softcapping", record.logit_soft_cap)
     if record.temperature:
         found["temperature"] = positive("attention.temperature_scale", 0.0)

@@ -31,6 +31,15 @@ END_TEXTS = (
     "<REPO>", "<reponame>", "<|file_sep|>",
 )  # fmt: skip
 
+# In a vocabulary that has CHANNEL_ENDS, as gpt-oss', <|end|> ends a message, and the answer may be the next one: it and
+# the other marks of messages and channels are part of the text.
+CHANNEL_ENDS = ("<|return|>", "<|call|>")
+CHANNEL_MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
+
+# Blanks after special tokens are no tokens in models of these names, but after KEEPS_BLANKS, as in llama.cpp.
+STRIPS_BLANKS = ("phi-3", "phi3")
+KEEPS_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
+
 # Python's re has no Unicode categories. Before the split each character beyond ASCII is replaced by a stand-in for its
 # category; offsets stay the same.
 CATEGORIES = ("Lu", "Ll", "Lt", "Lm", "Lo", "M", "N", "P", "S")
@@ -189,7 +198,7 @@ class Tokenizer:
             piece = self.token_bytes(id)
             if id in self._special_ids:
                 first = self._space_prefix
-                if not special and id in self._control_ids:
+                if not special and self.is_hidden(id):
                     continue
             else:
                 piece = piece.removeprefix(b" ") if first else piece
@@ -205,6 +214,10 @@ class Tokenizer:
 
     def is_control(self, id: int) -> bool:
         return id in self._control_ids
+
+    def is_hidden(self, id: int) -> bool:
+        """Whether a text without `special` leaves the token out."""
+        return id in self._control_ids and id not in self._marks
 
     def token_text(self, id: int | None) -> str:
         """The text of a token in the vocabulary; empty for None, which is what chat templates get for a missing BOS."""
@@ -248,16 +261,22 @@ class Tokenizer:
         ends = (self.eos_id, self._token_id(metadata, "eot"), self._token_id(metadata, "eom"))
         self._ends = named | {id for id in ends if id is not None}
         self._control_ids = named | set(np.flatnonzero((types == CONTROL) | (types == UNKNOWN)).tolist())
+        has_channels = all(text in self._ids for text in (*CHANNEL_ENDS, "<|end|>"))
+        self._marks = {self._ids[text] for text in CHANNEL_MARKS if has_channels and text in self._ids}
+        self._ends -= self._marks
         self._special_ids = self._control_ids | set(np.flatnonzero(types == USER_DEFINED).tolist())
         by_length = sorted(self._special_ids, key=lambda id: (-len(_utf8(self._tokens[id])), id))
         self._specials = [(self._tokens[id], id) for id in by_length]
+        strips = any(name in (_text(metadata, "general.name") or "").lower() for name in STRIPS_BLANKS)
+        keeps = {self._ids.get(text) for text in KEEPS_BLANKS}
+        self._strips = self._special_ids - keeps if strips else set()
 
     def _split_special(self, text: str, special: bool) -> list[str | int]:
         """Split a text at its special tokens. Of two that overlap the longer one is found, also if it begins later."""
         pieces: list[str | int] = [text] if text else []
         for token, id in self._specials:
             if token in text and (special or id not in self._control_ids):
-                pieces = [cut for piece in pieces for cut in _cut(piece, token, id)]
+                pieces = [cut for piece in pieces for cut in _cut(piece, token, id, id in self._strips)]
         return pieces
 
     # Subclasses implement these:
@@ -378,7 +397,7 @@ class StreamDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, id: int) -> str:
-        if not self._special and self._tokenizer.is_control(id):
+        if not self._special and self._tokenizer.is_hidden(id):
             return ""
         if id >= self._tokenizer.vocab_size:
             return ""  # embedding tables are padded: a row without a token has no text
@@ -434,15 +453,15 @@ def _categories(text: str) -> str:
     return text.translate(table)
 
 
-def _cut(piece: str | int, token: str, id: int) -> Iterable[str | int]:
+def _cut(piece: str | int, token: str, id: int, strips: bool) -> Iterable[str | int]:
     if isinstance(piece, int):
         yield piece
         return
     for i, text in enumerate(piece.split(token)):
         if i:
             yield id
-        if text:
-            yield text
+        if rest := text.lstrip(" \t\n\v\f\r") if i and strips else text:
+            yield rest
 
 
 def _utf8(text: str) -> bytes:

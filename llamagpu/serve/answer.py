@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 from llamagpu.llama import possible_stop
 from llamagpu.serve.tools import MISTRAL, ToolStyle, call_id
 
-THINK_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+THINK_TAGS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),  # gpt-oss
+)
+CONTENT_TAGS = ("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>")
 
 
 class Delta(NamedTuple):
@@ -87,7 +92,7 @@ class Answer:
                 return
             if begin.startswith(text):
                 return
-        self._state = self._text
+        self._state = self._after_think
         yield from ()
 
     def _think(self) -> Iterator[Delta]:
@@ -103,9 +108,11 @@ class Answer:
             yield from content("reasoning", before[:shown])
 
     def _after_think(self) -> Iterator[Delta]:
-        self._held = self._held.lstrip("\n")
-        if self._held:
-            self._state = self._text
+        if self._end_tag:
+            self._held = self._held.lstrip("\n")
+        tag = next((tag for tag in CONTENT_TAGS if self._held.startswith(tag)), "")
+        if tag or (self._held and not any(tag.startswith(self._held) for tag in CONTENT_TAGS)):
+            self._held, self._state = self._held[len(tag) :], self._text
         yield from ()
 
     def _text(self) -> Iterator[Delta]:
