@@ -20,7 +20,7 @@ from llamagpu.engine.grammar import Grammar, GrammarVocabulary, Matcher
 from llamagpu.engine.load import LoadedModel, LoadTimes, elapsed, load_model, open_source
 from llamagpu.engine.memory import MemoryPlan
 from llamagpu.engine.options import EngineOptions, KvType, Precision
-from llamagpu.engine.sampler import HostSampler, Sampling, Scores, host_sampler, need_finite
+from llamagpu.engine.sampler import HostSampler, Sampling, Scores, need_finite
 from llamagpu.engine.scheduler import Request, Scheduler
 from llamagpu.engine.sequence import Sequence as TokenSequence
 from llamagpu.engine.step_inputs import MAX_SEGMENTS
@@ -658,7 +658,7 @@ class Generation(Iterator[Token]):
         """How the host samples, where the device cannot."""
         engine = self.llama.loaded.engine
         on_device = engine.samples_on_device(self.sampling, self.top_logprobs, self.matcher is not None)
-        return None if on_device else host_sampler(self.sampling, self.prompt_ids)
+        return None if on_device else HostSampler(self.sampling, self.prompt_ids)
 
     def __next__(self) -> Token:
         """The next token, the end token included. `text` is the concatenation of their texts."""

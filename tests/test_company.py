@@ -14,7 +14,7 @@ from llamagpu.engine.engine import Engine
 from llamagpu.engine.grammar import allowed_tokens
 from llamagpu.engine.load import load_model
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision
-from llamagpu.engine.sampler import add_bias, host_sampler, penalise, random_number, sample
+from llamagpu.engine.sampler import HostSampler, add_bias, penalise, random_number, sample
 from llamagpu.engine.scheduler import Request, Scheduler
 from llamagpu.engine.sequence import Sequence
 
@@ -80,7 +80,7 @@ class Wanted:
             list(self.prompt),
             self.sampling,
             self.max_tokens,
-            sample=None if on_device else host_sampler(self.sampling, self.prompt),
+            sample=None if on_device else HostSampler(self.sampling, self.prompt),
             matcher=Thirds() if self.masked else None,  # type: ignore[arg-type]
             logprobs=self.logprobs,
         )

@@ -18,7 +18,7 @@ from test_cli import run as command  # noqa: F401
 from llamagpu import Grammar, Llama, Sampling
 from llamagpu.engine import grammar as grammar_module
 from llamagpu.engine.grammar import GrammarVocabulary, Matcher, allowed_tokens, is_gbnf
-from llamagpu.engine.sampler import host_sampler
+from llamagpu.engine.sampler import HostSampler
 from llamagpu.errors import BadArgument, GrammarFailed, LlamaGpuError
 from llamagpu.files.gguf_file import GgufFile
 from llamagpu.files.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ def random_text(grammar: Grammar, tiny: tuple[Tokenizer, GrammarVocabulary], sam
     """What a model of random logits says; None if it does not end."""
     tokenizer, words = tiny
     matcher, random = Matcher(grammar, words), np.random.default_rng(sampling.seed)
-    sample, ids = host_sampler(sampling, []), []
+    sample, ids = HostSampler(sampling, []), []
     while not matcher.stopped and len(ids) < 300:
         ids.append(sample(random.standard_normal(300), matcher.mask()))
         matcher.accept(ids[-1])

@@ -22,7 +22,7 @@ from llamagpu.engine.kv_cache import BufferKvCache
 from llamagpu.engine.load import load_model
 from llamagpu.engine.model import BufferModel, PlanKind
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision
-from llamagpu.engine.sampler import Sampling, host_sampler
+from llamagpu.engine.sampler import HostSampler, Sampling
 from llamagpu.engine.step_inputs import MAX_ROWS, Segment
 from llamagpu.errors import DoesNotFit
 from llamagpu.files.gguf_file import BLOCKS, GgufFile
@@ -545,7 +545,7 @@ def test_sampling_penalises_what_it_sampled(run):
     """At temperature 0 the penalty decides, over a window longer than the prompt; the host does the same."""
     prompt, sampling = token_ids(5), Sampling(temperature=0.0, repeat_penalty=1.3, repeat_last_n=16)
     run.prefill(prompt)
-    want = list(islice(run.sample_on_host(host_sampler(sampling, prompt)), 30))
+    want = list(islice(run.sample_on_host(HostSampler(sampling, prompt)), 30))
     assert len(set(want)) > 10
     run.clear()
     run.prefill(prompt)

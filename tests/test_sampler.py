@@ -6,10 +6,10 @@ import pytest
 from llamagpu.engine.grammar import allowed_tokens
 from llamagpu.engine.sampler import (
     SORTED,
+    HostSampler,
     Sampling,
     add_bias,
     candidates,
-    host_sampler,
     penalise,
     random_number,
     sample,
@@ -94,7 +94,7 @@ def test_temperature_0_takes_the_likeliest():
     logits = random_logits(2)
     sampling = Sampling(temperature=0)
     assert sampling.greedy
-    assert host_sampler(sampling, [])(logits) == logits.argmax()
+    assert HostSampler(sampling, [])(logits) == logits.argmax()
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.7])
@@ -119,8 +119,8 @@ def test_bias_comes_before_penalties():
     sampling = Sampling(temperature=0, repeat_penalty=2.0, logit_bias={0: 4, 2: False, 3: -np.inf})
     assert not sampling.greedy and sampling.logit_bias == {0: 4.0, 2: -np.inf, 3: -np.inf}
     np.testing.assert_allclose(add_bias(np.array([-1.0, 1, 9, 9]), sampling), [3, 1, -np.inf, -np.inf])
-    assert host_sampler(sampling, [])(np.array([-1.0, 1, 9, 9])) == 0
-    assert host_sampler(sampling, [0, 0, 1])(np.array([-1.0, 2, 9, 9])) == 0  # 3 / 2 against 2 / 2
+    assert HostSampler(sampling, [])(np.array([-1.0, 1, 9, 9])) == 0
+    assert HostSampler(sampling, [0, 0, 1])(np.array([-1.0, 2, 9, 9])) == 0  # 3 / 2 against 2 / 2
 
 
 def test_mask():
@@ -128,29 +128,29 @@ def test_mask():
     assert np.flatnonzero(allowed_tokens(bits, 40)).tolist() == [1, 3, 32]
     logits = random_logits(3, 40)
     logits[:3], logits[3] = 50, 40
-    sample_next = host_sampler(Sampling(temperature=0), [])
+    sample_next = HostSampler(Sampling(temperature=0), [])
     assert sample_next(logits, bits) == 1 and sample_next(logits, np.array([8, 1], np.int32)) == 3
 
 
 def test_penalty_looks_back_as_far_as_it_is_told():
     logits = np.array([3.0, 2.9, 2.8, 2.7])
-    sample_next = host_sampler(Sampling(temperature=0, repeat_penalty=2.0, repeat_last_n=2), [3, 0])
+    sample_next = HostSampler(Sampling(temperature=0, repeat_penalty=2.0, repeat_last_n=2), [3, 0])
     # 0 is in the last two: 1 is next; then 0 and 1 are, so 2; then 1 and 2, so 0 may come again
     assert [sample_next(logits) for _ in range(3)] == [1, 2, 0]
-    unlimited = host_sampler(Sampling(temperature=0, repeat_penalty=2.0, repeat_last_n=0), [0, 1, 2])
+    unlimited = HostSampler(Sampling(temperature=0, repeat_penalty=2.0, repeat_last_n=0), [0, 1, 2])
     assert unlimited(logits) == 0  # nothing is looked back at
 
 
 def test_logits_stay_as_they_are():
     logits = random_logits(4)
     before = logits.copy()
-    host_sampler(Sampling(repeat_penalty=1.5, seed=1), [1, 2, 3])(logits)
+    HostSampler(Sampling(repeat_penalty=1.5, seed=1), [1, 2, 3])(logits)
     assert (logits == before).all()
 
 
 def test_seeds():
     def sampled(seed: int | None) -> list[int]:
-        sample_next = host_sampler(Sampling(**NO_FILTERS, seed=seed), [])
+        sample_next = HostSampler(Sampling(**NO_FILTERS, seed=seed), [])
         return [sample_next(random_logits(i)) for i in range(30)]
 
     assert sampled(7) == sampled(7)
@@ -164,4 +164,4 @@ def test_logits_that_are_no_numbers(bad, temperature):
     logits = random_logits(5)
     logits[17] = bad
     with pytest.raises(NumericCheckFailed):
-        host_sampler(Sampling(temperature=temperature, repeat_penalty=1.1), [])(logits)
+        HostSampler(Sampling(temperature=temperature, repeat_penalty=1.1), [])(logits)

@@ -17,6 +17,7 @@ from llamagpu.engine import scheduler as scheduling
 from llamagpu.engine.fair_lock import FairLock
 from llamagpu.engine.load import load_model
 from llamagpu.engine.options import Backend, EngineOptions
+from llamagpu.engine.sampler import HostSampler
 from llamagpu.engine.scheduler import Flight, Request, Scheduler, State
 from llamagpu.engine.sequence import Sequence
 from llamagpu.errors import BadArgument, DoesNotFit, GrammarFailed, NumericCheckFailed, Overloaded, WrongState
@@ -193,22 +194,21 @@ def test_an_interrupt_disturbs_no_other(path, gpu, first):
     """Ctrl-C between the rows of a step and their tokens."""
     alone = Alone(Scheduler(load(path, gpu, parallel=1).engine))
     scheduler = Scheduler(load(path, gpu).engine)
-    calls = 0
 
-    def interrupted(logits: np.ndarray, mask: np.ndarray | None = None) -> int:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-        return 5
+    class Interrupted(HostSampler):
+        def __call__(self, logits: np.ndarray, mask: np.ndarray | None = None) -> int:
+            if self.position == 4:
+                raise KeyboardInterrupt
+            return super().__call__(logits, mask)
 
     wanted = [Wanted((1, *range(3, 5 + i)), GREEDY, 20) for i in range(3)]
     others = [w.request(scheduler.engine) for w in wanted]
-    stopped = Request([1, 2], GREEDY, 20, sample=interrupted)
+    stopped = Request([1, 2], GREEDY, 20, sample=Interrupted(GREEDY, [1, 2]))
     for request in (stopped, *others) if first else (*others, stopped):
         scheduler.submit(request)
     with pytest.raises(KeyboardInterrupt):
         finish(scheduler, stopped)
+    assert not stopped.done
     scheduler.cancel(stopped)
     for w, request in zip(wanted, others, strict=True):
         alone.check(w, finish(scheduler, request))
@@ -392,6 +392,26 @@ def test_submitted_generations(path, gpu):
         assert len(runs[0].logprobs) == len(runs[0].ids) > 1
         assert sorted(run.result().usage.cached_tokens for run in other) == [0, 128]
         check_empty(llama.scheduler)
+
+
+def test_a_ctrl_c_between_a_sample_and_its_token(path, gpu, monkeypatch):
+    """The host samples it again, for a request that another caller runs."""
+    with Llama(path, device=gpu, parallel=2) as llama:
+        how = Sampling(seed=3, temperature=1.0, repeat_penalty=1.3)
+        want = llama.complete([1, 2, 3], max_tokens=12, logprobs=25, sampling=how).ids
+        real, calls = scheduling.score, []
+
+        def score(*arguments):
+            calls.append(1)
+            if len(calls) == 5:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        monkeypatch.setattr(scheduling, "score", score)
+        [run] = llama.submit([1, 2, 3], max_tokens=12, logprobs=25, sampling=how)
+        with pytest.raises(KeyboardInterrupt):
+            llama.complete([5, 6], max_tokens=30)
+        assert len(calls) == 5 and run.result().ids == want
 
 
 def test_timings_are_those_of_the_tokens(path, gpu):
@@ -708,7 +728,7 @@ def test_new_requests_join_together(path, gpu, monkeypatch):
     """One waits while eight decode, also where no step runs ahead; half as many as run join at once."""
     monkeypatch.setattr(scheduling, "JOIN_S", 1e9)
     scheduler = Scheduler(load(path, gpu, parallel=16, positions=4096).engine)
-    host = Request([1, 4], GREEDY, 20, sample=lambda logits, mask=None: int(logits.argmax()))
+    host = Request([1, 4], GREEDY, 20, sample=HostSampler(GREEDY, [1, 4]))
     late = [Request([1, 50 + i], GREEDY, 2) for i in range(4)]
     for request in (host, *(Request([1, 5 + i], GREEDY, 60) for i in range(7))):
         scheduler.submit(request)

@@ -5,7 +5,7 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,29 +99,29 @@ class Scores:
     logprobs: list[float]
 
 
-class HostSampler(Protocol):
-    """Samples a token from logits; `mask` are the bits of the tokens that a grammar allows."""
+class HostSampler:
+    """Samples a token from logits and remembers it: the same token as the device with this seed."""
 
-    def __call__(self, logits: Floats, mask: NDArray[np.int32] | None = None) -> int: ...
+    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
+        self.sampling, self.prompt = sampling.seeded(), prompt
+        self.restart(())
 
+    def restart(self, new: Sequence[int]) -> None:
+        """After the prompt and these tokens."""
+        self.position = len(self.prompt) + len(new)
+        self.recent = deque((*self.prompt, *new), maxlen=max(1, self.sampling.repeat_last_n))
 
-def host_sampler(sampling: Sampling, prompt: Sequence[int]) -> HostSampler:
-    """A function that samples a token from logits and remembers it: the same token as the device with this seed."""
-    seed, position = sampling.seeded().seed_word, len(prompt)
-    recent = deque(prompt, maxlen=max(1, sampling.repeat_last_n))
-
-    def sample_next(logits: Floats, mask: NDArray[np.int32] | None = None) -> int:
-        nonlocal position
+    def __call__(self, logits: Floats, mask: NDArray[np.int32] | None = None) -> int:
+        """`mask`: the bits of the tokens that a grammar allows."""
         need_finite(logits)
-        wide = logits.astype(np.float64)
+        wide, sampling = logits.astype(np.float64), self.sampling
         if mask is not None:
             wide[~allowed_tokens(mask, wide.size)] = -math.inf
-        token = sample(penalise(add_bias(wide, sampling), recent, sampling), sampling, random_number(seed, position))
-        recent.append(token)
-        position += 1
+        number = random_number(sampling.seed_word, self.position)
+        token = sample(penalise(add_bias(wide, sampling), self.recent, sampling), sampling, number)
+        self.recent.append(token)
+        self.position += 1
         return token
-
-    return sample_next
 
 
 def random_number(seed: int, position: int) -> float:

@@ -281,6 +281,8 @@ class Scheduler:
             sure = len(request.prompt) - 1 if request.state is State.PROMPT else len(request.computed)
             request.sequence.truncate(sure)
             with self._ends_alone(request):
+                if request.sample:
+                    request.sample.restart(request.new)
                 if request.matcher:
                     request.matcher.restart(request.new)
                     request.matched = len(request.new) if request.matcher.stopped else None
