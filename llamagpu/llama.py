@@ -37,7 +37,7 @@ from llamagpu.errors import (
 from llamagpu.files.chat_template import render
 from llamagpu.files.config import ModelConfig
 from llamagpu.files.tokenizer import StreamDecoder, Tokenizer
-from llamagpu.gpu.device import Gpu, map_device_lost
+from llamagpu.gpu.device import Gpu, check_process, map_device_lost
 from llamagpu.hub.catalogue import suggested_sampling
 from llamagpu.hub.registry import resolve
 from llamagpu.results import Completion, Logprob, Timings, Token, Usage
@@ -171,6 +171,7 @@ class Llama:
 
     def close(self) -> None:
         """Free the memory. The Llama cannot generate or embed afterwards. Closing it twice does nothing."""
+        check_process()
         with self.scheduler.lock:
             if not self.closed:
                 self.closed = True
@@ -219,6 +220,7 @@ class Llama:
         return self.loaded.engine.model.fused
 
     def _check_open(self) -> None:
+        check_process()
         if self.closed:
             raise WrongState("this Llama is closed", "load the model again")
 

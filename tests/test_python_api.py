@@ -4,6 +4,7 @@ import doctest
 import gc
 import inspect
 import json
+import os
 import subprocess
 import sys
 import weakref
@@ -545,3 +546,28 @@ def test_chat_without_a_template_names_complete(tmp_path, gpu):
     ):
         llama.chat(MESSAGES)
     assert "complete" in caught.value.remedy
+
+
+FORKING = """
+import os, sys, llamagpu
+llama = llamagpu.load(sys.argv[1])
+run = llama.generate("the quick", max_tokens=50)
+next(run)
+if os.fork() == 0:
+    for use in (lambda: next(run), lambda: llama.complete("a"), lambda: llamagpu.load(sys.argv[1]), llama.close):
+        try:
+            use()
+        except llamagpu.errors.WrongState as error:
+            print(error.cause, flush=True)
+    os._exit(0)
+os.wait()
+print(len(run.result().ids))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_says_so(path):
+    command = [sys.executable, "-c", FORKING, str(path)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    lines = found.stdout.splitlines()
+    assert lines == 4 * ["this process was forked from one that uses a GPU"] + ["50"], found.stderr

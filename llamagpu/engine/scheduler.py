@@ -31,7 +31,7 @@ from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import MAX_SEGMENTS, Segment
 from llamagpu.errors import DeviceLost, DoesNotFit, NumericCheckFailed, Overloaded
 from llamagpu.gpu.buffers import AnyBuffer
-from llamagpu.gpu.device import map_device_lost
+from llamagpu.gpu.device import check_process, map_device_lost
 from llamagpu.gpu.recorder import Pending, Plan, Step
 
 # How long MIN_JOINED or more requests decode undisturbed before new ones join, unless those are half as many: the
@@ -201,6 +201,7 @@ class Scheduler:
                 if request.error:
                     raise request.error
                 return None
+            check_process()
             with self.lock:
                 if request.taken == len(request.new) and not request.done:
                     self.step()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from llamagpu.errors import DoesNotFit, LlamaGpuError, NoAdapter
+from llamagpu.errors import DoesNotFit, LlamaGpuError, NoAdapter, WrongState
 from llamagpu.gpu import shaders
 from llamagpu.gpu.buffers import (
     TEXEL_BYTES,
@@ -156,6 +156,8 @@ class Gpu:
     @classmethod
     def open(cls, wanted: str | None = None, sequences: int = 1) -> "Gpu":
         """The adapter that is wanted; `sequences` may decide between implementations of WebGPU."""
+        check_process()
+        _processes.add(os.getpid())
         adapter, _ = choose_adapter(wanted or os.environ.get("LLAMAGPU_DEVICE"), sequences=sequences)
         return cls(adapter)
 
@@ -489,6 +491,18 @@ def open_failed(name: str, error: Exception) -> LlamaGpuError:
     if "memory" in text:
         return DoesNotFit(f"{name} could not be opened: it has no memory left", REMEDY_MEMORY)
     return NoAdapter(f"{name} could not be opened: {last_line(error)}", "choose another device with --device")
+
+
+_processes: set[int] = set()  # that have opened a device, this one and those that it is forked from
+
+
+def check_process() -> None:
+    """Refuse to go on in a child by fork(): the driver's threads do not come along, and it would hang."""
+    if _processes and os.getpid() not in _processes:
+        raise WrongState(
+            "this process was forked from one that uses a GPU",
+            "start processes by multiprocessing's spawn method, or load models in them alone",
+        )
 
 
 @contextmanager
