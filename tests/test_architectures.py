@@ -26,7 +26,7 @@ from llamagpu.engine.options import Backend, KvType, Precision
 from llamagpu.engine.step_inputs import Segment
 from llamagpu.errors import Unsupported
 from llamagpu.files.architectures import ARCHITECTURES, Architecture, QkNorm
-from llamagpu.files.config import FREQ_FACTORS, ModelConfig, used_shapes
+from llamagpu.files.config import FREQ_FACTORS, ModelConfig, check_tensors, used_shapes
 from llamagpu.files.gguf_file import GgufFile, RawTensor
 from llamagpu.files.repack import to_f32
 from llamagpu.files.storage import rope_rows
@@ -618,6 +618,16 @@ def test_which_layers_of_gemma_3_have_a_window(changes: dict[str, Any], windows:
     keys = window_keys(hf, ARCHITECTURES["gemma3"], 7, 3)
     pattern = keys.get("{arch}.attention.sliding_window_pattern", [False] * 3)
     assert [keys.get("{arch}.attention.sliding_window", 0) * flag for flag in pattern] == windows
+
+
+@pytest.mark.parametrize(("name", "tensor"), [("phi3", "attn_qkv.bias"), ("qwen3", "attn_v.scale")])
+def test_biases_and_scales_that_nobody_would_use_are_refused(tmp_path: Path, name: str, tensor: str) -> None:
+    file = GgufFile(MODELS[name].write(tmp_path / "m.gguf", "F32"))
+    config = ModelConfig.from_gguf(file.metadata, file.tensors)
+    norm = file.tensors["output_norm.weight"]
+    check_tensors(config, file.tensors | {f"blk.{config.layers}.{tensor}": norm})  # of no layer
+    with pytest.raises(Unsupported, match=f"a {name} model with blk.1.{tensor} is not supported"):
+        check_tensors(config, file.tensors | {f"blk.1.{tensor}": norm})
 
 
 def test_gemma_2_has_a_window_where_the_file_has_none(tmp_path: Path) -> None:

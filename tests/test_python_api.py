@@ -270,7 +270,7 @@ NAN, INF = float("nan"), float("inf")
         ("top_k", [-1, 1.5, None, "40"]),
         ("top_p", [2, -0.1, NAN, None]),
         ("min_p", [1.1, -1, NAN]),
-        ("repeat_penalty", [0, -1, NAN, INF]),
+        ("repeat_penalty", [0, -1, NAN, INF, 1e-40, 1e39]),
         ("repeat_last_n", [-1, 0.5]),
         ("seed", [-1, 1.5, "x"]),
         ("presence_penalty", [NAN, INF, -101, "1", None]),
@@ -286,8 +286,8 @@ def test_sampling_refuses(name, values):
 
 
 def test_sampling_takes_the_ends_of_the_ranges():
-    Sampling(0, 0, 0, 0, 0.001, 0, 0)
-    Sampling(1e9, np.int64(5), np.float32(1), 1.0, 9.5, 10**6, 2**70)
+    Sampling(0, 0, 0, 0, 0.01, 0, 0)
+    Sampling(1e9, np.int64(5), np.float32(1), 1.0, 100, 10**6, 2**70)
     given = {3: 100, np.int64(4): -100.0, 0: -INF, 9: False}
     sampling = Sampling(presence_penalty=-100, frequency_penalty=100, logit_bias=given)
     given[7] = 1

@@ -17,6 +17,8 @@ from llamagpu.gpu.shaders import constants
 Floats = NDArray[np.floating]
 MAX_BIASES = constants("sample")["MAX_BIASES"]  # tokens of a logit bias
 SORTED = constants("best_tokens")["MAX_TOP_K"]  # tokens that the device sorts
+MAX_PENALTY = 100.0  # repeat_penalty, and 1 / MAX_PENALTY at least: logits times much more would overflow
+PENALTIES = f"a number from {1 / MAX_PENALTY:g} to {MAX_PENALTY:g}; 1: none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,7 @@ class Sampling:
         check_argument("top_k", self.top_k, is_whole(self.top_k, 0), f"{whole}; 0: all tokens")
         check_argument("top_p", self.top_p, is_number(self.top_p, 0, 1), share)
         check_argument("min_p", self.min_p, is_number(self.min_p, 0, 1), share)
-        check_argument(
-            "repeat_penalty", penalty, is_number(penalty, 0) and penalty > 0, "a finite number above 0; 1: none"
-        )
+        check_argument("repeat_penalty", penalty, is_number(penalty, 1 / MAX_PENALTY, MAX_PENALTY), PENALTIES)
         check_argument("repeat_last_n", self.repeat_last_n, is_whole(self.repeat_last_n, 0), whole)
         check_argument("seed", seed, seed is None or is_whole(seed, 0), f"{whole}, or None for a new one each time")
         for name in ("presence_penalty", "frequency_penalty"):

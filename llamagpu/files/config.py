@@ -4,6 +4,7 @@ Nothing else reads the architecture's metadata keys.
 """
 
 import math
+import re
 from collections.abc import Container
 from dataclasses import dataclass
 from enum import StrEnum
@@ -449,18 +450,26 @@ def used_shapes(config: ModelConfig, tensors: Container[str]) -> dict[str, tuple
     return shapes | {name: (config.rope_dims // 2,) for name in FREQ_FACTORS if name in tensors}
 
 
+SURPLUS = re.compile(r"blk\.(\d{1,9})\.(?:attn|ffn)_\w{1,40}\.(?:bias|scale)")
+
+
 def check_tensors(config: ModelConfig, tensors: dict[str, RawTensor]) -> None:
-    """Refuse a file that lacks a tensor, or has one of another shape or of an unsupported type."""
+    """Refuse a file that lacks a tensor, or has one of another shape or of an unsupported type, or a bias or scale that
+    nobody would use."""
     missing = [name for name in tensor_shapes(config) if name not in tensors]
     if missing:
         more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
         raise _bad(f"missing tensors: {', '.join(missing[:3])}{more}")
-    for name, shape in used_shapes(config, tensors).items():
+    used = used_shapes(config, tensors)
+    for name, shape in used.items():
         tensor = tensors[name]
         if tensor.shape != shape:
             raise _bad(f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}")
         if tensor.ggml_type not in BLOCKS:
             raise unsupported_type(tensor)
+    for name in tensors:
+        if (found := SURPLUS.fullmatch(name)) and int(found[1]) < config.layers and name not in used:
+            raise Unsupported(f"a {config.arch} model with {name} is not supported", REMEDY_ARCHITECTURE)
 
 
 def rope_table(

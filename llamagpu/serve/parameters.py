@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from llamagpu.engine.sampler import MAX_PENALTY
 from llamagpu.llama import Sampling
 from llamagpu.serve.errors import invalid
 
@@ -17,7 +18,6 @@ PASSED = (
     *("presence_penalty", "frequency_penalty"),
 )
 MIN_TEMPERATURE = 1e-4  # logits divided by less would overflow
-MAX_PENALTY = 100.0
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024
 MAX_CHOICES = 128
 
