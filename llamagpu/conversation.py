@@ -24,7 +24,8 @@ def without_channels(answer: str) -> str:
     """The text in gpt-oss' last channel, if it is the final one: its template refuses an answer with its reasoning."""
     if not answer.startswith(CHANNEL):
         return answer
-    return answer.rpartition(f"{CHANNEL}final<|message|>")[2] if f"{CHANNEL}final" in answer else ""
+    _, mark, text = answer.rpartition(f"{CHANNEL}final<|message|>")
+    return text if mark else ""
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ from llamagpu.errors import (
 from llamagpu.files.chat_template import render
 from llamagpu.files.config import ModelConfig
 from llamagpu.files.tokenizer import StreamDecoder, Tokenizer
-from llamagpu.gpu.device import Gpu, check_process, map_device_lost
+from llamagpu.gpu.device import Gpu, check_process, is_forked, map_device_lost
 from llamagpu.hub.catalogue import suggested_sampling
 from llamagpu.hub.registry import resolve
 from llamagpu.results import Completion, Logprob, Timings, Token, Usage
@@ -170,8 +170,13 @@ class Llama:
         self._latest: Request | None = None  # that has begun last, for save_prompt
 
     def close(self) -> None:
-        """Free the memory. The Llama cannot generate or embed afterwards. Closing it twice does nothing."""
-        check_process()
+        """Free the memory. The Llama cannot generate or embed afterwards. Closing it twice does nothing.
+
+        Nor does closing it in a forked process: what it holds is the parent's.
+        """
+        if is_forked():
+            self.closed = True
+            return
         with self.scheduler.lock:
             if not self.closed:
                 self.closed = True
@@ -227,6 +232,7 @@ class Llama:
     @contextmanager
     def _alone(self, positions: int) -> Iterator[TokenSequence]:
         """A sequence for work that is no generation. Generations wait for it."""
+        check_process()  # before a lock that another thread of the parent may have had
         with self.scheduler.lock, map_device_lost():
             self._check_open()
             with self.scheduler.alone(positions) as sequence:

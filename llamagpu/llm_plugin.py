@@ -35,7 +35,9 @@ class LlamaGpuModel(llm.Model):
         top_k: int | None = Field(default=None, ge=0, description="Keep the k likeliest tokens; 0: all")
         top_p: float | None = Field(default=None, ge=0, le=1, description="Keep the likeliest that reach this share")
         min_p: float | None = Field(default=None, ge=0, le=1, description="Drop tokens below this share of the first")
-        repeat_penalty: float | None = Field(default=None, gt=0, description="Penalty on recent tokens; 1: none")
+        repeat_penalty: float | None = Field(
+            default=None, ge=0.01, le=100, description="Penalty on recent tokens; 1: none"
+        )
         seed: int | None = Field(default=None, ge=0, description="Seed of sampling")
 
     def __init__(self, model_id: str, model: str) -> None:

@@ -548,6 +548,7 @@ def test_dumb_terminal(model, tmp_path):
         ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>hi", "hi"),
         ("<|channel|>final<|message|>hi", "hi"),
         ("<|channel|>analysis<|message|>cut sho", ""),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final", ""),
         ("a <|channel|>final<|message|>", "a <|channel|>final<|message|>"),
     ],
 )

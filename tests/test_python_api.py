@@ -467,16 +467,14 @@ def test_a_closed_generation(llama):
     assert list(run) == [] and run.result() == answer
 
 
-def test_closed_before_its_first_token(llama):
+def test_closed_before_its_first_token(path, gpu):
     """As another thread may do it, while the first waits for a token."""
-    [run] = llama.submit(PROMPT, max_tokens=20)
-    llama.scheduler.while_computing = run.close
-    try:
+    with Llama(path, device=gpu, chunk=8) as llama:
+        [run] = llama.submit(list(range(20, 41)), max_tokens=20)
+        llama.scheduler.while_computing = run.close  # in the first step of three
         with pytest.raises(WrongState, match="it was closed"):
-            run.result()
-    finally:
-        llama.scheduler.while_computing = lambda: None
-    assert not run.finish_reason
+            next(run)
+        assert not run.finish_reason and not run.ids
 
 
 @pytest.mark.parametrize("ids", [[], [-5], [10**6], "text"])
@@ -554,11 +552,14 @@ llama = llamagpu.load(sys.argv[1])
 run = llama.generate("the quick", max_tokens=50)
 next(run)
 if os.fork() == 0:
-    for use in (lambda: next(run), lambda: llama.complete("a"), lambda: llamagpu.load(sys.argv[1]), llama.close):
+    shared = lambda: llamagpu.Llama(sys.argv[1], device=llama.gpu)
+    uses = (lambda: next(run), lambda: llama.complete("a"), lambda: llama.embed("a"), shared)
+    for use in (*uses, lambda: llamagpu.load(sys.argv[1])):
         try:
             use()
         except llamagpu.errors.WrongState as error:
             print(error.cause, flush=True)
+    llama.close()
     os._exit(0)
 os.wait()
 print(len(run.result().ids))
@@ -570,4 +571,4 @@ def test_a_forked_process_says_so(path):
     command = [sys.executable, "-c", FORKING, str(path)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120)
     lines = found.stdout.splitlines()
-    assert lines == 4 * ["this process was forked from one that uses a GPU"] + ["50"], found.stderr
+    assert lines == 5 * ["this process was forked from one that uses a GPU"] + ["50"], found.stderr

@@ -59,6 +59,8 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
     ("[THINK]hm[/THINK]answer", {}, [("reasoning", "hm"), ("content", "answer")]),
     ("<think>no end\n", {}, [("reasoning", "no end\n")]),
     (f"<|channel|>analysis<|message|>hm\n<|end|>{FINAL}answer", {}, [("reasoning", "hm"), ("content", "answer")]),
+    (f"<|channel|>analysis<|message|>a<|end|>{FINAL.replace('final', 'analysis')}b<|end|>{FINAL}answer", {},
+     [("reasoning", "ab"), ("content", "answer")]),
     (FINAL.removeprefix("<|start|>assistant") + "answer", {"style": HERMES}, [("content", "answer")]),
     ("<|channel|>commentary<|message|>x", {}, [("content", "<|channel|>commentary<|message|>x")]),
     ("<|sta", {}, [("content", "<|sta")]),

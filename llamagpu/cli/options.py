@@ -29,12 +29,13 @@ def set_backend(library: Library) -> Library:
     return library
 
 
-def finite(least: float) -> Callable[[float], float]:
-    """A callback that refuses numbers below `least`, infinity and NaN, which `min` lets through or names otherwise."""
+def finite(least: float, most: float = math.inf) -> Callable[[float], float]:
+    """A callback that refuses what is outside the range, infinity and NaN: `min` lets them through or misnames them."""
+    range_text = f"from {least:g} up" if most == math.inf else f"from {least:g} to {most:g}"
 
     def check(value: float) -> float:
-        if not least <= value < math.inf:
-            raise typer.BadParameter(f"{value:g}: it must be a finite number from {least:g} up")
+        if not least <= value <= most or value == math.inf:
+            raise typer.BadParameter(f"{value:g}: it must be a finite number {range_text}")
         return value
 
     return check
@@ -155,7 +156,9 @@ MinPOption = Annotated[
 ]
 PenaltyOption = Annotated[
     float,
-    option("--repeat-penalty", callback=finite(0.01), **by_model("Penalty on tokens of the recent text; 1: none", 1)),
+    option(
+        "--repeat-penalty", callback=finite(0.01, 100), **by_model("Penalty on tokens of the recent text; 1: none", 1)
+    ),
 ]
 LastNOption = Annotated[
     int, option("--repeat-last-n", min=0, help="Number of recent tokens that the penalties apply to; 0: no penalties.")

@@ -191,6 +191,8 @@ def read_metadata(config: dict[str, Any], record: Architecture, name: str) -> di
     }
     if record.sliding_window and config.get("sliding_window"):
         keys |= window_keys(config, record, integer("sliding_window"), integer("num_hidden_layers"))
+    elif record.default_window and "sliding_window" in config:
+        keys[Keys.Attention.SLIDING_WINDOW] = 0
     if record.may_not_rotate and config.get("position_embedding_type") == "nope":
         keys[Keys.Rope.SCALING_FINETUNED] = False
     check_attention_scale(config, record, head_dim, integer("hidden_size") / heads, integer("num_hidden_layers"))

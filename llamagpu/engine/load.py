@@ -31,7 +31,7 @@ from llamagpu.files.packed_file import ModelFile, file_matrices, open_model_file
 from llamagpu.files.repack import to_f32
 from llamagpu.files.texture_layout import texture_layout
 from llamagpu.gpu.buffers import nbytes
-from llamagpu.gpu.device import Gpu
+from llamagpu.gpu.device import Gpu, check_process
 from llamagpu.gpu.dry_gpu import DryGpu
 from llamagpu.gpu.timing import wait_idle
 
@@ -231,6 +231,7 @@ def load_model(
 
     The memory plan is made, given to `on_plan` and checked before anything is allocated.
     """
+    check_process()
     times, started = LoadTimes(), time.perf_counter()
     with ExitStack() as undo:
         if not isinstance(source, ModelSource):

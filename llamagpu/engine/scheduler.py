@@ -87,9 +87,10 @@ class Request:
         self.sampling = self.sampling.seeded()
 
     def note_time(self) -> None:
-        """New tokens have come."""
-        self.latest_at = time.perf_counter()
-        self.first_at = self.first_at or self.latest_at
+        """New tokens have come. Called before they are there for other threads to see."""
+        now = time.perf_counter()
+        self.first_at = self.first_at or now
+        self.latest_at = now
 
     @property
     def steps_alone(self) -> bool:
@@ -589,8 +590,8 @@ class Scheduler:
         end = next((i for i, token in enumerate(tokens, 1) if request.is_end(token)), left)
         kept = tokens[: min(left, end)]
         request.sequence.ids += kept[:-1]  # first: after a Ctrl-C here they are cut to the new tokens
-        request.new += kept
         request.note_time()
+        request.new += kept
         request.sequence.checked = len(request.sequence)
         if min(left, end) <= len(tokens):
             self._finish(request)
@@ -622,8 +623,8 @@ class Scheduler:
             request.matcher.accept(token)
             if request.matcher.stopped:
                 request.matched = len(request.new) + 1
-        request.new.append(token)
         request.note_time()
+        request.new.append(token)
         if self._is_complete(request):
             self._finish(request)
 

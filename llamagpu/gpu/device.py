@@ -102,6 +102,7 @@ class Gpu:
     dry = False  # DryGpu: allocations are only counted
 
     def __init__(self, adapter: Adapter) -> None:
+        _processes.add(os.getpid())
         self.info: dict[str, Any] = dict(adapter.info)
         if short := below_minimum(adapter.limits):
             raise NoAdapter(f"{self.name} cannot run the kernels: {short}", "choose another one: llamagpu devices")
@@ -157,7 +158,6 @@ class Gpu:
     def open(cls, wanted: str | None = None, sequences: int = 1) -> "Gpu":
         """The adapter that is wanted; `sequences` may decide between implementations of WebGPU."""
         check_process()
-        _processes.add(os.getpid())
         adapter, _ = choose_adapter(wanted or os.environ.get("LLAMAGPU_DEVICE"), sequences=sequences)
         return cls(adapter)
 
@@ -496,9 +496,13 @@ def open_failed(name: str, error: Exception) -> LlamaGpuError:
 _processes: set[int] = set()  # that have opened a device, this one and those that it is forked from
 
 
+def is_forked() -> bool:
+    return bool(_processes) and os.getpid() not in _processes
+
+
 def check_process() -> None:
     """Refuse to go on in a child by fork(): the driver's threads do not come along, and it would hang."""
-    if _processes and os.getpid() not in _processes:
+    if is_forked():
         raise WrongState(
             "this process was forked from one that uses a GPU",
             "start processes by multiprocessing's spawn method, or load models in them alone",

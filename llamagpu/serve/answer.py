@@ -13,6 +13,7 @@ THINK_TAGS = (
     ("[THINK]", "[/THINK]"),
     ("<|channel|>analysis<|message|>", "<|end|>"),  # gpt-oss
 )
+MORE_REASONING = "<|start|>assistant<|channel|>analysis<|message|>"
 CONTENT_TAGS = ("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>")
 
 
@@ -110,8 +111,11 @@ class Answer:
     def _after_think(self) -> Iterator[Delta]:
         if self._end_tag:
             self._held = self._held.lstrip("\n")
+        if self._end_tag and self._held.startswith(MORE_REASONING):
+            self._held, self._state = self._held[len(MORE_REASONING) :], self._think
+            return
         tag = next((tag for tag in CONTENT_TAGS if self._held.startswith(tag)), "")
-        if tag or (self._held and not any(tag.startswith(self._held) for tag in CONTENT_TAGS)):
+        if tag or (self._held and not any(tag.startswith(self._held) for tag in (*CONTENT_TAGS, MORE_REASONING))):
             self._held, self._state = self._held[len(tag) :], self._text
         yield from ()
 
