@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from llamagpu.errors import check_argument
 
+MAX_PENALTY = 100.0  # repeat_penalty, and 1 / MAX_PENALTY at least: logits times much more would overflow
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
 

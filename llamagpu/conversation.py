@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from llamagpu.errors import BadFile, DoesNotFit, is_whole
 from llamagpu.files.atomic import atomic_write
+from llamagpu.files.tokenizer import FINAL_CHANNEL
 from llamagpu.llama import Llama, Message
 
 
@@ -17,14 +18,11 @@ class Turn(NamedTuple):
     answer: str
 
 
-CHANNEL = "<|channel|>"
-
-
 def without_channels(answer: str) -> str:
-    """The text in gpt-oss' last channel, if it is the final one: its template refuses an answer with its reasoning."""
-    if not answer.startswith(CHANNEL):
+    """The text in the final channel of gpt-oss, whose template refuses an answer with its reasoning."""
+    if not answer.startswith("<|channel|>"):
         return answer
-    _, mark, text = answer.rpartition(f"{CHANNEL}final<|message|>")
+    _, mark, text = answer.rpartition(FINAL_CHANNEL)
     return text if mark else ""
 
 

@@ -11,6 +11,7 @@ from llm.models import EmbeddingModel
 from pydantic import Field
 
 from llamagpu import Grammar, Llama, load
+from llamagpu.arguments import MAX_PENALTY
 from llamagpu.errors import LlamaGpuError
 from llamagpu.hub.catalogue import CATALOGUE, DEFAULT
 
@@ -36,7 +37,7 @@ class LlamaGpuModel(llm.Model):
         top_p: float | None = Field(default=None, ge=0, le=1, description="Keep the likeliest that reach this share")
         min_p: float | None = Field(default=None, ge=0, le=1, description="Drop tokens below this share of the first")
         repeat_penalty: float | None = Field(
-            default=None, ge=0.01, le=100, description="Penalty on recent tokens; 1: none"
+            default=None, ge=1 / MAX_PENALTY, le=MAX_PENALTY, description="Penalty on recent tokens; 1: none"
         )
         seed: int | None = Field(default=None, ge=0, description="Seed of sampling")
 

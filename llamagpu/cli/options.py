@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from llamagpu.arguments import MAX_PENALTY
 from llamagpu.engine.options import KvType, Precision
 from llamagpu.gpu.caps import Library
 
@@ -157,7 +158,9 @@ MinPOption = Annotated[
 PenaltyOption = Annotated[
     float,
     option(
-        "--repeat-penalty", callback=finite(0.01, 100), **by_model("Penalty on tokens of the recent text; 1: none", 1)
+        "--repeat-penalty",
+        callback=finite(1 / MAX_PENALTY, MAX_PENALTY),
+        **by_model("Penalty on tokens of the recent text; 1: none", 1),
     ),
 ]
 LastNOption = Annotated[

@@ -224,10 +224,10 @@ def window_keys(config: Mapping[str, Any], record: Architecture, window: int, la
 
 
 def check_attention_scale(
-    config: Mapping[str, Any], record: Architecture, head_dim: int, share: float, layers: int
+    config: Mapping[str, Any], record: Architecture, head_dim: int, dim_per_head: float, layers: int
 ) -> None:
     """GGUF has no key for what scores are divided by: it follows from the number of layers."""
-    wanted = share if layers == record.unscaled_layers else head_dim
+    wanted = dim_per_head if layers == record.unscaled_layers else head_dim
     if record.unscaled_layers and real(config, "query_pre_attn_scalar", wanted) != wanted:
         given = shown(config["query_pre_attn_scalar"])
         raise Unsupported(f"config.json: query_pre_attn_scalar is {given}, not {wanted:g}", REMEDY_ARCHITECTURE)

@@ -83,9 +83,9 @@ class Vocabulary:
 
     def metadata(self, model: str, pre: str) -> dict[str, Any]:
         if model == "llama":  # GGUF files have user-defined tokens of SentencePiece models as they stand in a text
-            own = (i for i, type in enumerate(self.types) if type == TokenType.USER_DEFINED)
-            for i in own:
-                self.tokens[i] = self.tokens[i].replace(SPACE, " ")
+            for i, type in enumerate(self.types):
+                if type == TokenType.USER_DEFINED:
+                    self.tokens[i] = self.tokens[i].replace(SPACE, " ")
         found: dict[str, Any] = {
             Keys.Tokenizer.MODEL: model,
             Keys.Tokenizer.PRE: pre,

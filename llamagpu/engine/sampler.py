@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llamagpu.arguments import MAX_PENALTY
 from llamagpu.engine.grammar import allowed_tokens
 from llamagpu.errors import NumericCheckFailed, check_argument, is_number, is_whole
 from llamagpu.gpu.shaders import constants
@@ -17,7 +18,6 @@ from llamagpu.gpu.shaders import constants
 Floats = NDArray[np.floating]
 MAX_BIASES = constants("sample")["MAX_BIASES"]  # tokens of a logit bias
 SORTED = constants("best_tokens")["MAX_TOP_K"]  # tokens that the device sorts
-MAX_PENALTY = 100.0  # repeat_penalty, and 1 / MAX_PENALTY at least: logits times much more would overflow
 PENALTIES = f"a number from {1 / MAX_PENALTY:g} to {MAX_PENALTY:g}; 1: none"
 
 

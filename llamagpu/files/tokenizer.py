@@ -34,6 +34,7 @@ END_TEXTS = (
 # In a vocabulary that has CHANNEL_ENDS, as gpt-oss', <|end|> ends a message, and the answer may be the next one: it and
 # the other marks of messages and channels are part of the text.
 CHANNEL_ENDS = ("<|return|>", "<|call|>")
+FINAL_CHANNEL = "<|channel|>final<|message|>"
 CHANNEL_MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
 
 # Blanks after special tokens are no tokens in models of these names, but after KEEPS_BLANKS, as in llama.cpp.

@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
+from llamagpu.files.tokenizer import FINAL_CHANNEL
 from llamagpu.llama import possible_stop
 from llamagpu.serve.tools import MISTRAL, ToolStyle, call_id
 
@@ -14,7 +15,7 @@ THINK_TAGS = (
     ("<|channel|>analysis<|message|>", "<|end|>"),  # gpt-oss
 )
 MORE_REASONING = "<|start|>assistant<|channel|>analysis<|message|>"
-CONTENT_TAGS = ("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>")
+CONTENT_TAGS = (f"<|start|>assistant{FINAL_CHANNEL}", FINAL_CHANNEL)
 
 
 class Delta(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from llamagpu.engine.sampler import MAX_PENALTY
+from llamagpu.arguments import MAX_PENALTY
 from llamagpu.llama import Sampling
 from llamagpu.serve.errors import invalid
 
