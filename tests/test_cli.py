@@ -273,6 +273,12 @@ def test_options_of_llama_cpp_are_ignored(run, model):
     assert run("tokenize", "-m", model, "-p", "a", "-ngl", 99).code == 2
 
 
+def test_an_option_of_its_own_is_not_ignored(run):
+    """`serve` has llama.cpp's --no-warmup; --warmup is what it does anyway."""
+    result = run("serve", "--no-warmup", "--warmup", "--port", 99999)
+    assert result.code == 2 and "ignored, because it has no effect here: --warmup\n" in result.err
+
+
 def test_usage_errors_of_our_own(run, model, chat_model):
     for args, said in (
         (["generate", "-m", model, "-p", "x", "-f", "y"], "both -p and -f"),

@@ -53,6 +53,9 @@ def serve(
     grace: Annotated[
         float, o.option("--grace", help="Seconds that running requests get at shutdown.", callback=o.finite(0))
     ] = 30.0,
+    no_warmup: Annotated[
+        bool, o.option("--no-warmup", help="Compile kernels when a step needs them, not before the first request.")
+    ] = False,
     template_file: o.TemplateOption = None,
     ctx_size: o.ContextOption = 0,
     kv_memory: o.KvMemoryOption = None,
@@ -110,6 +113,8 @@ def serve(
         llama = open_model(path, engine_options, quiet, verbose, lambda: None, parallel)
         llama.sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n)
         llama.tokenizer.chat_template = template or llama.tokenizer.chat_template
+        if not no_warmup:
+            llama.warm_up()
         return llama
 
     def log_line(text: str) -> None:

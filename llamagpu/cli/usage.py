@@ -31,9 +31,9 @@ RUN_FLAGS = (
 def without_ignored(args: Iterable[str], params: Iterable[Any], options: str, flags: str = "") -> list[str]:
     """The arguments without those that have no effect here, which a line on stderr names.
 
-    `params` are the command's own: the value of one of its options may look like an ignored option.
+    `params` are the command's own: one of them, or the value of one, may look like an ignored option.
     """
-    own = {name for param in params if not getattr(param, "is_flag", False) for name in param.opts}
+    own = {name: not getattr(param, "is_flag", False) for param in params for name in param.opts}  # takes a value
     kept: list[str] = []
     dropped: list[str] = []
     rest = deque(args)
@@ -41,7 +41,7 @@ def without_ignored(args: Iterable[str], params: Iterable[Any], options: str, fl
         arg = rest.popleft()
         name = arg.partition("=")[0].replace("_", "-") if arg.startswith("--") else arg
         takes_value = name in options.split()
-        if takes_value or name in flags.split():
+        if name not in own and (takes_value or name in flags.split()):
             dropped.append(name)
             if takes_value and "=" not in arg and rest and not re.match("-[a-zA-Z-]", rest[0]):
                 rest.popleft()
@@ -50,7 +50,7 @@ def without_ignored(args: Iterable[str], params: Iterable[Any], options: str, fl
         if arg == "--":
             kept += rest
             break
-        if arg in own and rest:
+        if own.get(arg) and rest:
             kept.append(rest.popleft())
     if dropped and not {"-q", "--quiet"} & set(kept):
         log(f"ignored, because it has no effect here: {' '.join(dict.fromkeys(dropped))}")

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from itertools import product
 from typing import TypeVar
 
 import numpy as np
@@ -77,6 +78,14 @@ class Engine:
             return TextureModel(self.gpu, self.config, self.weights, cache, self.settings)
         assert isinstance(cache, BufferKvCache)
         return BufferModel(self.gpu, self.config, self.weights, cache, self.settings)
+
+    def warm_up(self) -> None:
+        """Compile the kernels of all steps and samplings now, not when one first needs them; plan steps of decode."""
+        for dispatch in self.model.step_kernels():
+            self.gpu.pipeline(dispatch.checked_source, dispatch.kernel)
+        rows = {self.model.plan_segments(n) for n in range(1, self.settings.slots + 1)}
+        for count, embed in product(rows, {True, not self.model.embeds_next}):
+            self.model.plan(count, 0, embed, count)
 
     def free(self) -> None:
         """Free model and cache; the caller owns the weights."""

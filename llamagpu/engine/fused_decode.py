@@ -245,6 +245,7 @@ class FusedDecode:
         self.half_sums = has_half_sums(weights)
         self.grid = self.grid_sizes()[0]
         self.same_storage = False  # one kernel for each run of layers of the same storage
+        self.composed: dict[tuple[int, GridSize, bool], list[Dispatch]] = {}  # by rows, grid and same_storage
         self.spin_limit = PROBE_SPIN_LIMIT
         self.layer_tables: dict[bytes, Buffer] = {}
         words = (max(each) for each in zip(*(inter_stage_widths(config, rows) for rows in widths), strict=True))
@@ -282,7 +283,14 @@ class FusedDecode:
         return replace(self.stream(self.config.layers, 1, rows), size=4 * rows * self.config.dim)
 
     def dispatches(self, rows: int = 1) -> list[Dispatch]:
-        """One kernel, or as few as bindings allow. Layers of different storage share one if it can bind them all."""
+        """One kernel, or as few as bindings allow. They are composed once: plans of several keys have the same."""
+        key = rows, self.grid, self.same_storage
+        if key not in self.composed:
+            self.composed[key] = self._compose(rows)
+        return self.composed[key]
+
+    def _compose(self, rows: int) -> list[Dispatch]:
+        """Layers of different storage share a kernel if it can bind them all."""
         found = self.kernels(self.same_storage, rows)
         if not self.same_storage and not self.can_bind(found):
             found = self.kernels(same_storage=True, rows=rows)

@@ -20,7 +20,7 @@ from llamagpu.engine.sequence import Sequence
 from llamagpu.errors import DoesNotFit
 from llamagpu.files.config import LayerKind, ModelConfig, rope_table
 from llamagpu.gpu.buffers import ALIGN, TEXEL_BYTES, Bindable, Buffer, BufferRange, Texture, padded_ranges
-from llamagpu.gpu.device import Gpu, Texels
+from llamagpu.gpu.device import Dispatch, Gpu, Texels
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 from llamagpu.gpu.shaders import Const, constants
 from llamagpu.gpu.webgpu import BufferUsage
@@ -291,13 +291,16 @@ class BufferKvCache(KvCache):
 
     @cached_property
     def _copy_plan(self) -> Plan:
+        return Plan(self.copy_dispatches())
+
+    def copy_dispatches(self) -> list[Dispatch]:
         """A kernel: WebGPU copies no buffer to itself, and a page has a piece for every layer and head."""
         consts: dict[str, Const] = {"PAGES": self.pool.count, "PAGE_VEC4S": PAGE * self.row_bytes // 16}
         grid, dispatches = (self.config.kv_heads, 2, 1), []
         for layer in self.layers:
             bound: dict[str, Bindable] = {"k_cache": layer.keys, "v_cache": layer.values, "pair": self.copied}
             dispatches.append(self.gpu.dispatch("copy_page", (), consts, bound, grid))
-        return Plan(dispatches)
+        return dispatches
 
     def read(self, sequence: Sequence, count: int) -> Iterator[Bytes]:
         for parts in self._cells(self.runs(sequence, count)):

@@ -139,10 +139,12 @@ class Model(ABC):
         `position` is the first one of the step, or the largest of several segments. Without `embed` the embeddings are
         in x already: the sampling kernel looked them up.
         """
-        width = self.plan_width(rows)
-        segments = self.plan_segments(segments)
-        key = PlanKey(PlanKind.STEP, width, self.context_bucket(width, position, segments), embed, segments)
+        key = self.step_key(rows, position, embed, segments)
         return self._cached(key, lambda: self.step_dispatches(key, position))
+
+    def step_key(self, rows: int, position: int, embed: bool, segments: int) -> PlanKey:
+        width, segments = self.plan_width(rows), self.plan_segments(segments)
+        return PlanKey(PlanKind.STEP, width, self.context_bucket(width, position, segments), embed, segments)
 
     def score_plan(self, rows: int) -> Plan:
         """From `rows` token rows to the log probability of each row's target."""
@@ -174,6 +176,11 @@ class Model(ABC):
         kind = SampleKind(greedy, masked, logprobs, checked)
         key = PlanKey(PlanKind.SAMPLE, sampled or segments, segments=segments, sampling=kind)
         return self._cached(key, lambda: tagged(self.sample_dispatches(kind, key.width, segments), "sampling", None))
+
+    def step_kernels(self) -> Iterator[Dispatch]:
+        """Dispatches that have, together, the kernels of all steps and samplings. None on textures: a software adapter
+        compiles a kernel when it runs."""
+        return iter(())
 
     def _cached(self, key: PlanKey, build: Callable[[], list[Dispatch]]) -> Plan:
         if key not in self.plans:
@@ -304,8 +311,7 @@ class BufferModel(Model):
         """Bytes of the partial sums of every linear that is split over k."""
         widths = {self.plan_width(rows) for rows in range(2, self.chunk + 1)}
         widths |= set(range(128, self.chunk + 1, 128))  # of score plans: more rows have more sums, or fewer splits
-        layers = self.weights.layers
-        distinct = {tuple((s.layout, s.n) for m in layer.matrices for s in m.shards): layer for layer in layers}
+        distinct = {layer.kind: layer for layer in self.weights.layers}
         shapes: set[Linear] = set()
         for layer, width in product(distinct.values(), widths):
             fused = len(layer.gate_up) == 1 and self.inputs(width).blocks  # gate and up, whose results are blocks
@@ -407,17 +413,45 @@ class BufferModel(Model):
         return routes.in_splits(shape, self.gpu.caps)
 
     def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]:
-        m, head = key.segments, self.weights.output  # rows of the output head
+        return [*self.body(key), *self.head(key)]
+
+    def head(self, key: PlanKey) -> list[Dispatch]:
+        """From the residual stream to the logits of the last row of each segment."""
+        m, head = key.segments, self.weights.output
         inputs = self.inputs(m, head)
         norm = self.norm(self.weights.output_norm, m, inputs, last_rows=True, x=self.after_layers(key))
         logits = self.ops.output_head(self.normed(m), head, self.head_buffers(m), inputs)
-        return [*self.body(key), *tagged([norm], "output_norm", None), *tagged(logits, "output", None)]
+        return [*tagged([norm], "output_norm", None), *tagged(logits, "output", None)]
+
+    def step_kernels(self) -> Iterator[Dispatch]:
+        widths = {self.plan_width(rows) for rows in range(1, self.chunk + 1)}
+        counts = {self.plan_segments(n) for n in range(1, self.settings.slots + 1)}
+        depths = [first - 1 for first, _, _ in routes.CONTEXT_BUCKETS if first <= self.settings.context]
+        shapes = product(sorted(widths), sorted(counts), depths)
+        keys = (self.step_key(rows, depth, True, segments) for rows, segments, depth in shapes if segments <= rows)
+        layers = self.layers_of_each_kind()
+        for key in dict.fromkeys(keys):
+            yield from (*self.body(key, layers), *self.head(key))
+        kinds = [SampleKind(*flags) for flags in product((False, True), repeat=4)]
+        for kind, segments in product(kinds, sorted(counts)):
+            yield from self.sample_dispatches(kind, segments, segments)
+        yield from self.cache.copy_dispatches()
+
+    def layers_of_each_kind(self) -> list[int]:
+        """Layers that have, in this order, all the kernels of all layers: those after the first find splits."""
+        found: dict[object, int] = {}
+        for i, layer in enumerate(self.weights.layers):
+            found.setdefault((self.config.kinds[i], layer.kind), i)
+        return [0, *found.values(), self.config.layers - 1]
 
     def layer_dispatches(self, rows: int) -> list[Dispatch]:
         return self.body(self.score_key(rows))
 
-    def body(self, key: PlanKey) -> list[Dispatch]:
-        """From token rows to the residual stream after the last layer; keys and values go into the KV cache."""
+    def body(self, key: PlanKey, layers: Items[int] | None = None) -> list[Dispatch]:
+        """From token rows to the residual stream after the last layer; keys and values go into the KV cache.
+
+        With `layers` only these, if they are not fused.
+        """
         m, dispatches = key.width, list[Dispatch]()
         if key.embed:
             dispatches += tagged(self.ops.embed(self.weights.token_embd, self.x, m), "embedding", None)
@@ -426,8 +460,8 @@ class BufferModel(Model):
         if self.fused_decode and self.is_fused(key):
             return dispatches + self.fused_decode.dispatches(m)
         splits: Splits | None = None
-        for i, (layer, cache) in enumerate(zip(self.weights.layers, self.cache.layers, strict=True)):
-            found, splits = self.layer(i, layer, cache, key, splits)
+        for i in range(self.config.layers) if layers is None else layers:
+            found, splits = self.layer(i, self.weights.layers[i], self.cache.layers[i], key, splits)
             dispatches += found
         return dispatches
 

@@ -135,6 +135,11 @@ class Layer:
         router = () if self.router is None else (self.router,)
         return self.qkv, self.attn_output, *self.gate_up, self.ffn_down, *router
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """The same for layers of one model with the same kernels, but for what `config.kinds` says."""
+        return tuple((s.layout, s.n, m.bias is None) for m in self.matrices for s in m.shards)
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:

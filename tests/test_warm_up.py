@@ -1,0 +1,79 @@
+"""Kernels compiled before the first request: no step compiles another one."""
+
+from contextlib import closing
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from composed import ADAPTERS, BUFFERS, ComposingGpu
+from gguf_builder import tiny_llama
+from test_company import GREEDY, load, run
+
+from llamagpu import Llama
+from llamagpu.engine.device_sampler import SampleKind
+from llamagpu.engine.engine import Engine
+from llamagpu.engine.load import ModelSource, allocate_source, resolve
+from llamagpu.engine.options import Backend, KvType, Precision
+from llamagpu.engine.scheduler import Request, Scheduler
+from llamagpu.engine.synthetic import SyntheticFile, parse, synthetic_config
+
+ROWS = (1, 2, 3, 5, 12, 17, 40, 64, 65, 200, 257, 512)
+DEPTHS = (0, 63, 64, 200, 700, 2000)
+LAYERS = 4
+
+
+def engine_of(gpu, name, settings) -> Engine:
+    """Of a synthetic model cut to a few layers, for 16 sequences."""
+    config = synthetic_config(parse(name)[0])
+    file = SyntheticFile(name, replace(config, layers=LAYERS, kinds=config.kinds[:LAYERS]))
+    with closing(ModelSource(file, file.config, file.matrices())) as source:
+        found = replace(resolve(BUFFERS, source, gpu), slots=16, context=2048, **settings)
+        return Engine(gpu, source.config, allocate_source(source, found, gpu), found, probe=False)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "name"),
+    [
+        ("minimum limits", "llama-3.2-1b"),
+        ("fused", "llama-3.2-1b:q4_k_m"),
+        ("fused", "qwen3-30b-a3b"),
+        ("matrices of 16x16", "llama-3.1-8b"),
+        ("matrices of 16x16", "gemma-3-1b"),
+    ],
+)
+def test_every_step_finds_its_kernels(adapter, name):
+    caps = replace(ADAPTERS[adapter], binding_bytes=1 << 31)
+    fast = {"precision": Precision.FAST, "kv_type": KvType.F16}
+    model = engine_of(ComposingGpu(caps), name, fast if caps.native_f16 else {}).model
+    compiled = {dispatch.checked_source for dispatch in model.step_kernels()}
+    assert len(compiled) > 30
+    for rows, segments, depth in product(ROWS, (1, 2, 3, 16), DEPTHS):
+        if segments <= rows <= model.chunk:
+            key = model.step_key(rows, depth, True, segments)
+            needed = {d.checked_source: d.kernel for d in model.step_dispatches(key, depth)}
+            assert {kernel for source, kernel in needed.items() if source not in compiled} == set(), key
+    for flags, segments in product(product((False, True), repeat=4), (1, 2, 3, 16)):
+        sampling = model.sample_dispatches(SampleKind(*flags), segments, segments)
+        assert {d.checked_source for d in sampling} <= compiled
+
+
+def test_requests_compile_nothing(tmp_path, gpu):
+    """Prompts of several lengths with a common beginning, on the adapter."""
+    engine = load(tiny_llama(tmp_path / "tiny.gguf"), gpu, Backend.BUFFERS, chunk=64).engine
+    engine.warm_up()
+    compiled, scheduler = set(gpu.pipelines), Scheduler(engine)
+    for length, new in ((3, 5), (70, 2), (100, 3)):
+        run(scheduler, Request([1, *range(3, 2 + length)], GREEDY, new))
+    company = [Request([1, *range(3, 20 + i), 9], GREEDY, 4) for i in range(3)]
+    for request in company:
+        scheduler.submit(request)
+    while not all(request.done for request in company):
+        scheduler.step()
+    assert set(gpu.pipelines) == compiled
+
+
+def test_a_software_adapter_compiles_what_it_runs(tmp_path, gpu):
+    with Llama(tiny_llama(tmp_path / "tiny.gguf"), device=gpu) as llama:
+        before = set(gpu.pipelines)
+        llama.warm_up()
+        assert (set(gpu.pipelines) == before) == gpu.software
