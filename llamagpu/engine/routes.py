@@ -551,11 +551,13 @@ def int8_tile_fits(s: Linear, rows: int, splits: int) -> bool:
 # Tiles of linear_matrix, on subgroup matrices: token rows, matrix rows, strips of 16 tokens of a subgroup, teams.
 # Measured on an H200 (2026-11-16) with the matrices of Llama 1B and 8B: the wrong choice costs up to 2x. With 16 token
 # rows a large matrix is faster on matrices (8B, us: gate_up 60, by GEMV 79; ffn_down 32 and 38), with 8 none is. Up to
-# 64 the int8 tiles of a small one are faster (a step of 32 rows of 1B: 1933 us on matrices alone, 1504 with both).
+# 64 the int8 tiles of a small one are faster (a step of 32 rows of 1B: 1933 us on matrices alone, 1504 with both). Such
+# a step of 1B, 3B and 8B takes 1331, 3585 and 5548 us with these (2026-11-18); with one team of 32 x 128, also for
+# n = 16384, whose 128 tiles are fewer than cores, 1410, 3784 and 5630.
 MATRIX_ROWS = 9  # fewest token rows
 MatrixTile = tuple[int, int, int, int]
 MATRIX_TILES: tuple[MatrixTile, ...] = (
-    *((16, 64, 1, 2), (32, 128, 2, 1), (32, 64, 2, 2)),
+    *((16, 64, 1, 2), (32, 128, 2, 2), (32, 64, 2, 2)),
     *((64, 64, 4, 2), (128, 128, 4, 1), (128, 64, 4, 2)),
 )
 
@@ -586,7 +588,7 @@ def matrix_tile(s: Linear, c: Caps) -> MatrixTile:
     if s.m <= MATRIX_TILES[0][0]:
         return MATRIX_TILES[0]
     if s.m <= 32:
-        return MATRIX_TILES[1] if s.n >= 16384 else MATRIX_TILES[2]
+        return MATRIX_TILES[1] if s.n > 16384 else MATRIX_TILES[2]
     if s.m <= 64 or c.shared_bytes < MATRIX_BYTES[s.inputs]:
         return MATRIX_TILES[3]
     enough = tile_count(s, 128, 128) >= 96 or s.k >= LONG_ROWS
