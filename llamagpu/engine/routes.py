@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache, partial
 from math import gcd
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from llamagpu.files.storage import Layout, Storage
 from llamagpu.gpu.caps import Caps, Grid
@@ -161,7 +161,7 @@ class RowWise:
 S = TypeVar("S")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Route(Generic[S]):
     kernel: str  # kernels/*/<kernel>.wgsl
     fits: Callable[[S, Caps], bool]
@@ -184,9 +184,14 @@ def fits_any(table: Table[S], shape: S, caps: Caps) -> bool:
     return any(route.fits(shape, caps) for route in table)
 
 
-def select(table: Table[S], shape: S, caps: Caps) -> Route[S]:
+@cache  # all layers of a plan ask the same: a third of the time to build it
+def _select(table: Table[Any], shape: object, caps: Caps) -> Route[Any]:
     rows = reversed(table) if caps.scalar else table
     return next(route for route in rows if route.fits(shape, caps))
+
+
+def select(table: Table[S], shape: S, caps: Caps) -> Route[S]:
+    return _select(table, shape, caps)
 
 
 # Grids
