@@ -224,17 +224,18 @@ class Llama:
         """Whether decode runs all layers as one kernel."""
         return self.loaded.engine.model.fused
 
-    def warm_up(self) -> None:
+    def warm_up(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Compile the kernels of all steps, as `serve` does before it takes requests.
 
         Else the first step of two, four, eight ... sequences waits for its own, on a new machine for a second or more.
-        What embeddings need is left out. A software adapter compiles a kernel when it runs: this does nothing there.
+        Generations wait for it. `stop` is asked before each kernel whether to end early. A software adapter compiles a
+        kernel when it runs: there this does nothing.
         """
         check_process()
         with self.scheduler.lock, map_device_lost():
             self._check_open()
             if not self.gpu.software:
-                self.loaded.engine.warm_up()
+                self.loaded.engine.warm_up(stop)
 
     def _check_open(self) -> None:
         check_process()

@@ -279,6 +279,13 @@ def test_an_option_of_its_own_is_not_ignored(run):
     assert result.code == 2 and "ignored, because it has no effect here: --warmup\n" in result.err
 
 
+def test_serve_warms_up_unless_told_otherwise(run, model, monkeypatch):
+    asked = []
+    monkeypatch.setattr("llamagpu.serve.server.serve", lambda load, options, *_: asked.append(options.warm_up))
+    assert run("serve", "-m", model).code == run("serve", "-m", model, "--no-warmup").code == 0
+    assert asked == [True, False]
+
+
 def test_usage_errors_of_our_own(run, model, chat_model):
     for args, said in (
         (["generate", "-m", model, "-p", "x", "-f", "y"], "both -p and -f"),

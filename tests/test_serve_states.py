@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -61,6 +62,29 @@ def test_it_is_ready_when_it_says_so(tmp_path: Any, gpu: Any) -> None:
         async with asyncio.timeout(60):
             assert await ready is not None
         await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_it_may_end_while_it_warms_up(tmp_path: Any, gpu: Any) -> None:
+    path = tiny_llama(tmp_path / "tiny.gguf")
+    began = threading.Event()
+
+    class Slow(Llama):
+        def warm_up(self, stop: Any = None) -> None:
+            began.set()
+            while not stop():
+                time.sleep(0.01)
+
+    async def main() -> None:
+        engine = EngineThread(lambda: Slow(path, device=gpu), Metrics(), 1, warm_up=True)
+        engine.start()
+        async with asyncio.timeout(60):
+            await asyncio.to_thread(began.wait)
+            with pytest.raises(ApiError, match="is being loaded"):
+                engine.need_ready()
+            await engine.stop()
+        assert engine.error is None
 
     asyncio.run(main())
 

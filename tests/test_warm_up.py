@@ -3,11 +3,13 @@
 from contextlib import closing
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
+import wgpu
 from composed import ADAPTERS, BUFFERS, ComposingGpu
 from gguf_builder import tiny_llama
-from test_company import GREEDY, load, run
+from test_company import GREEDY, SAMPLINGS, Thirds, load, run
 
 from llamagpu import Llama
 from llamagpu.engine.device_sampler import SampleKind
@@ -16,6 +18,7 @@ from llamagpu.engine.load import ModelSource, allocate_source, resolve
 from llamagpu.engine.options import Backend, KvType, Precision
 from llamagpu.engine.scheduler import Request, Scheduler
 from llamagpu.engine.synthetic import SyntheticFile, parse, synthetic_config
+from llamagpu.gpu.recorder import Step
 
 ROWS = (1, 2, 3, 5, 12, 17, 40, 64, 65, 200, 257, 512)
 DEPTHS = (0, 63, 64, 200, 700, 2000)
@@ -35,16 +38,20 @@ def engine_of(gpu, name, settings) -> Engine:
     ("adapter", "name"),
     [
         ("minimum limits", "llama-3.2-1b"),
+        ("fused", "llama-3.2-1b"),
         ("fused", "llama-3.2-1b:q4_k_m"),
         ("fused", "qwen3-30b-a3b"),
-        ("matrices of 16x16", "llama-3.1-8b"),
+        ("matrices of 16x16", "llama-3.1-8b:q4_k_m"),
         ("matrices of 16x16", "gemma-3-1b"),
     ],
 )
 def test_every_step_finds_its_kernels(adapter, name):
-    caps = replace(ADAPTERS[adapter], binding_bytes=1 << 31)
+    caps = replace(ADAPTERS[adapter], binding_bytes=1 << 31, measured_barrier=adapter == "fused")
     fast = {"precision": Precision.FAST, "kv_type": KvType.F16}
     model = engine_of(ComposingGpu(caps), name, fast if caps.native_f16 else {}).model
+    if fused := model.fused_decode:
+        fused.compiled = dict.fromkeys(fused.compiled, True)  # whatever the driver would say
+    assert (fused is not None and len(fused.compiled) > 1) == (adapter == "fused" and "a3b" not in name)
     compiled = {dispatch.checked_source for dispatch in model.step_kernels()}
     assert len(compiled) > 30
     for rows, segments, depth in product(ROWS, (1, 2, 3, 16), DEPTHS):
@@ -57,22 +64,61 @@ def test_every_step_finds_its_kernels(adapter, name):
         assert {d.checked_source for d in sampling} <= compiled
 
 
-def test_requests_compile_nothing(tmp_path, gpu):
-    """Prompts of several lengths with a common beginning, on the adapter."""
+def test_requests_compile_nothing(tmp_path, gpu, monkeypatch):
+    """Prompts of several lengths with a common beginning, on the adapter, whatever is sampled how."""
+    monkeypatch.setattr(gpu, "pipelines", {})  # other tests may have compiled the same kernels
     engine = load(tiny_llama(tmp_path / "tiny.gguf"), gpu, Backend.BUFFERS, chunk=64).engine
+    before = set(gpu.pipelines)
+    engine.warm_up(lambda: True)
+    assert set(gpu.pipelines) == before  # told to end early
     engine.warm_up()
     compiled, scheduler = set(gpu.pipelines), Scheduler(engine)
     for length, new in ((3, 5), (70, 2), (100, 3)):
         run(scheduler, Request([1, *range(3, 2 + length)], GREEDY, new))
-    company = [Request([1, *range(3, 20 + i), 9], GREEDY, 4) for i in range(3)]
+    company = [Request([1, *range(3, 20 + i), 9], sampling, 4) for i, sampling in enumerate(SAMPLINGS)]
+    company += [Request([1, 5, 9], GREEDY, 4, matcher=Thirds()), Request([1, 6, 9], GREEDY, 4, logprobs=3)]
     for request in company:
         scheduler.submit(request)
     while not all(request.done for request in company):
         scheduler.step()
+    with scheduler.alone(40) as sequence:
+        engine.mean_hidden(sequence, [1, *range(3, 30)])
     assert set(gpu.pipelines) == compiled
 
 
-def test_a_software_adapter_compiles_what_it_runs(tmp_path, gpu):
+@pytest.mark.parametrize("warm", [False, True])
+def test_subgroups_are_looked_at_when_kernels_first_run(tmp_path, gpu, warm):
+    """Not when they are compiled: a driver chooses the size for each kernel."""
+    if not gpu.caps.subgroup:
+        pytest.skip("the adapter has no subgroups")
+    engine = load(tiny_llama(tmp_path / "tiny.gguf"), gpu, Backend.BUFFERS).engine
+    scheduler = Scheduler(engine)
+    if warm:
+        engine.warm_up()
+    run(scheduler, Request([1, 2, 3], GREEDY, 3))
+    assert not gpu.unproven
+    engine.recorder.submit([Step(engine.model.plan(2, 100), 2, 100)])
+    assert gpu.unproven and not engine.subgroups_differ() and not gpu.unproven
+
+
+def test_a_kernel_that_the_driver_refuses(tmp_path, gpu, monkeypatch, caplog):
+    """The step that needs it will say so, if one comes."""
+    engine = load(tiny_llama(tmp_path / "tiny.gguf"), gpu, Backend.BUFFERS).engine
+    monkeypatch.setattr(gpu, "pipelines", {})
+    compile_one = gpu.pipeline
+
+    def refuse(source: str, label: str) -> Any:
+        if label == "linear_sum" or label.startswith("linear_gemm"):
+            raise wgpu.GPUError("too large")
+        return compile_one(source, label)
+
+    monkeypatch.setattr(gpu, "pipeline", refuse)
+    engine.warm_up()
+    assert "a kernel was not compiled: too large" in caplog.text
+
+
+def test_a_software_adapter_compiles_what_it_runs(tmp_path, gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "pipelines", {})
     with Llama(tiny_llama(tmp_path / "tiny.gguf"), device=gpu) as llama:
         before = set(gpu.pipelines)
         llama.warm_up()

@@ -104,6 +104,7 @@ def serve(
         body_bytes=max_body * MIB,
         timeout_s=timeout,
         grace_s=grace,
+        warm_up=not no_warmup,
     )
     engine_options = EngineOptions(device, ctx_size or None, ubatch, cache_type, precision, kv_memory=kv_memory)
 
@@ -113,8 +114,8 @@ def serve(
         llama = open_model(path, engine_options, quiet, verbose, lambda: None, parallel)
         llama.sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n)
         llama.tokenizer.chat_template = template or llama.tokenizer.chat_template
-        if not no_warmup:
-            llama.warm_up()
+        if options.warm_up and not llama.gpu.software:
+            log_line("compiling kernels (--no-warmup: when a step needs them)")
         return llama
 
     def log_line(text: str) -> None:

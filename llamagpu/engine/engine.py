@@ -26,8 +26,9 @@ from llamagpu.engine.texture_model import TextureModel
 from llamagpu.engine.weights import Weights
 from llamagpu.errors import DoesNotFit
 from llamagpu.files.config import ModelConfig
-from llamagpu.gpu.device import Gpu
+from llamagpu.gpu.device import Gpu, first_line
 from llamagpu.gpu.recorder import Plan, Recorder, Step
+from llamagpu.gpu.webgpu import GPUError
 
 LOGIT_BYTES = 64 << 20  # most bytes of logits when every row has them
 MAX_DECODED_AGAIN = 64  # tokens that are recomputed one at a time
@@ -79,13 +80,22 @@ class Engine:
         assert isinstance(cache, BufferKvCache)
         return BufferModel(self.gpu, self.config, self.weights, cache, self.settings)
 
-    def warm_up(self) -> None:
-        """Compile the kernels of all steps and samplings now, not when one first needs them; plan steps of decode."""
-        for dispatch in self.model.step_kernels():
-            self.gpu.pipeline(dispatch.checked_source, dispatch.kernel)
-        rows = {self.model.plan_segments(n) for n in range(1, self.settings.slots + 1)}
-        for count, embed in product(rows, {True, not self.model.embeds_next}):
-            self.model.plan(count, 0, embed, count)
+    def warm_up(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Compile all kernels now, not when a step first needs them, and plan the steps of decode.
+
+        It ends early when `stop` says so, or the driver refuses a kernel, which then is for the step that needs it.
+        """
+        try:
+            for dispatch in self.model.step_kernels():
+                if stop() or not dispatch.pipeline:
+                    return
+        except GPUError as error:
+            log.warning("a kernel was not compiled: %s", first_line(error))
+            return
+        for rows, depth in product(self.model.segment_counts, self.model.depths):
+            if stop():
+                return
+            self.model.plan(rows, depth, not self.model.embeds_next, rows).handles  # noqa: B018
 
     def free(self) -> None:
         """Free model and cache; the caller owns the weights."""

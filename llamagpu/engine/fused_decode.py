@@ -616,6 +616,7 @@ class FusedDecode:
         """
         litmus_table = self._table(np.array([[LITMUS_LAYERS, 0, 0, 0]], np.uint32))
         probed: list[list[str]] = []
+        self.composed.clear()
         for grid, same_storage in product(self.grid_sizes(), (False, True)):
             self.grid, self.same_storage = grid, same_storage
             dispatches = self.dispatches()

@@ -178,7 +178,7 @@ class Model(ABC):
         return self._cached(key, lambda: tagged(self.sample_dispatches(kind, key.width, segments), "sampling", None))
 
     def step_kernels(self) -> Iterator[Dispatch]:
-        """Dispatches that have, together, the kernels of all steps and samplings. None on textures: a software adapter
+        """Dispatches that have, together, all kernels but those of score plans. None on textures: a software adapter
         compiles a kernel when it runs."""
         return iter(())
 
@@ -197,6 +197,16 @@ class Model(ABC):
 
     def plan_segments(self, segments: int) -> int:
         return segments
+
+    @property
+    def segment_counts(self) -> list[int]:
+        """The numbers of segments that plans have."""
+        return sorted({self.plan_segments(n) for n in range(1, self.settings.slots + 1)})
+
+    @property
+    def depths(self) -> list[int]:
+        """The first position of each context bucket."""
+        return [first - 1 for first, _, _ in routes.CONTEXT_BUCKETS if first <= self.settings.context]
 
     @abstractmethod
     def context_bucket(self, width: int, position: int, segments: int = 1) -> int: ...
@@ -311,7 +321,7 @@ class BufferModel(Model):
         """Bytes of the partial sums of every linear that is split over k."""
         widths = {self.plan_width(rows) for rows in range(2, self.chunk + 1)}
         widths |= set(range(128, self.chunk + 1, 128))  # of score plans: more rows have more sums, or fewer splits
-        distinct = {layer.kind: layer for layer in self.weights.layers}
+        distinct = {layer.layouts: layer for layer in self.weights.layers}
         shapes: set[Linear] = set()
         for layer, width in product(distinct.values(), widths):
             fused = len(layer.gate_up) == 1 and self.inputs(width).blocks  # gate and up, whose results are blocks
@@ -354,8 +364,9 @@ class BufferModel(Model):
         return self.sampler.barrier if self.fused_decode else None
 
     def unfuse_rows(self) -> bool:
-        """Disable fused steps of several rows, whose kernels were never probed. False if none was compiled."""
-        if not self.fused_decode or not any(made for rows, made in self.fused_decode.compiled.items() if rows > 1):
+        """Disable fused steps of several rows, whose kernels were never probed. False if none has run."""
+        ran = [key for key, plan in self.plans.items() if plan.ran and key.kind in (PlanKind.STEP, PlanKind.SCORE)]
+        if not self.fused_decode or not any(key.width > 1 and self.is_fused(key) for key in ran):
             return False
         self.fused_decode.compiled = {1: True}
         self.clear_plans()
@@ -425,23 +436,25 @@ class BufferModel(Model):
 
     def step_kernels(self) -> Iterator[Dispatch]:
         widths = {self.plan_width(rows) for rows in range(1, self.chunk + 1)}
-        counts = {self.plan_segments(n) for n in range(1, self.settings.slots + 1)}
-        depths = [first - 1 for first, _, _ in routes.CONTEXT_BUCKETS if first <= self.settings.context]
-        shapes = product(sorted(widths), sorted(counts), depths)
-        keys = (self.step_key(rows, depth, True, segments) for rows, segments, depth in shapes if segments <= rows)
-        layers = self.layers_of_each_kind()
-        for key in dict.fromkeys(keys):
-            yield from (*self.body(key, layers), *self.head(key))
+        layers, known = self.layers_with_all_kernels(), set[PlanKey]()
+        for rows, segments, depth in product(sorted(widths), self.segment_counts, self.depths):
+            key = self.step_key(rows, depth, True, segments)
+            if segments <= rows and key not in known:
+                known.add(key)
+                yield from (*self.body(key, layers), *self.head(key))
+        for rows in widths:
+            yield self.hidden_norm(self.x, self.x, rows)
         kinds = [SampleKind(*flags) for flags in product((False, True), repeat=4)]
-        for kind, segments in product(kinds, sorted(counts)):
+        for kind, segments in product(kinds, self.segment_counts):
             yield from self.sample_dispatches(kind, segments, segments)
         yield from self.cache.copy_dispatches()
 
-    def layers_of_each_kind(self) -> list[int]:
-        """Layers that have, in this order, all the kernels of all layers: those after the first find splits."""
+    def layers_with_all_kernels(self) -> list[int]:
+        """Layers that have, in this order, all the kernels of all layers: those after the first add up its splits, and
+        the last leaves none."""
         found: dict[object, int] = {}
         for i, layer in enumerate(self.weights.layers):
-            found.setdefault((self.config.kinds[i], layer.kind), i)
+            found.setdefault((self.config.kinds[i], layer.layouts), i)
         return [0, *found.values(), self.config.layers - 1]
 
     def layer_dispatches(self, rows: int) -> list[Dispatch]:
@@ -697,9 +710,11 @@ class BufferModel(Model):
         )
 
     def hidden_dispatch(self, key: PlanKey) -> Dispatch:
-        c, norm = self.config, self.weights.output_norm
-        self.hidden = self.hidden or self.gpu.zeros(self.chunk * c.dim * 4, "hidden")
-        return self.ops.rms_norm(self.after_layers(key), norm, self.hidden, c.dim, c.stream_eps, key.width)
+        self.hidden = self.hidden or self.gpu.zeros(self.chunk * self.config.dim * 4, "hidden")
+        return self.hidden_norm(self.after_layers(key), self.hidden, key.width)
+
+    def hidden_norm(self, x: AnyBuffer, y: AnyBuffer, m: int) -> Dispatch:
+        return self.ops.rms_norm(x, self.weights.output_norm, y, self.config.dim, self.config.stream_eps, m)
 
     def read_hidden(self, rows: int) -> NDArray[np.float32]:
         assert self.hidden is not None

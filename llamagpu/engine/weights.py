@@ -136,9 +136,9 @@ class Layer:
         return self.qkv, self.attn_output, *self.gate_up, self.ffn_down, *router
 
     @property
-    def kind(self) -> tuple[object, ...]:
-        """The same for layers of one model with the same kernels, but for what `config.kinds` says."""
-        return tuple((s.layout, s.n, m.bias is None) for m in self.matrices for s in m.shards)
+    def layouts(self) -> tuple[object, ...]:
+        """What a layer's kernels depend on, besides `config.kinds`."""
+        return tuple((m.bias is None, *((s.layout, s.n) for s in m.shards)) for m in self.matrices)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class Plan:
         self.dispatches = tuple(dispatches)  # keeps every object alive
         self.grid_functions = {dispatch.grid for dispatch in dispatches if callable(dispatch.grid)}
         self.fixed_launches = None if self.grid_functions else self.launches(1, 0)
+        self.ran = False
 
     def __len__(self) -> int:
         return len(self.dispatches)
@@ -143,6 +144,9 @@ class Recorder:
         encoder = self.gpu.device.create_command_encoder()
         work = encoder.begin_compute_pass(timestamp_writes=timestamps)
         for step in steps:
+            if not step.plan.ran:
+                step.plan.ran = True
+                self.gpu.unproven = self.gpu.caps.subgroup > 0
             if self.safe:
                 record_safe(work, step)
             else:

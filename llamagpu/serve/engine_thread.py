@@ -130,7 +130,7 @@ class Jobs(list[Job]):
 
 class EngineThread:
     """`load` opens the model, in the thread, where `on_ready` is called then. `on_end` is called in the event loop when
-    the thread has failed."""
+    the thread has failed. With `warm_up` all kernels are compiled first."""
 
     def __init__(
         self,
@@ -139,8 +139,10 @@ class EngineThread:
         queue: int,
         on_end: Callable[[], None] = lambda: None,
         on_ready: Callable[[], None] = lambda: None,
+        warm_up: bool = False,
     ) -> None:
         self.load, self.metrics, self.queue, self.on_end, self.on_ready = load, metrics, queue, on_end, on_ready
+        self.warm_up = warm_up
         self.llama: Llama | None = None  # None while it loads
         self.error: BaseException | None = None  # why it does not run any more
         self.reserved = 0  # generations of requests under way
@@ -248,11 +250,14 @@ class EngineThread:
             llama = self.load()
             llama.scheduler.max_waiting = llama.loaded.settings.slots + self.queue  # what `admitted` lets in
             llama.scheduler.while_computing = self._hand_over_in_time
-            gc.collect()
-            gc.freeze()  # a collection of all that is loaded can keep every stream waiting for 50 ms
-            self.llama = llama
             try:
-                self.on_ready()
+                if self.warm_up:
+                    llama.warm_up(lambda: self._stopping)
+                gc.collect()
+                gc.freeze()  # a collection of all that is loaded can keep every stream waiting for 50 ms
+                self.llama = llama
+                if not self._stopping:
+                    self.on_ready()
                 self._work()
             except BaseException as error:
                 self._drain(error)

@@ -22,6 +22,7 @@ class ServeOptions:
     body_bytes: int = 16 << 20
     timeout_s: float = 3600.0  # for one request
     grace_s: float = 30.0  # for the requests that run at shutdown
+    warm_up: bool = True  # compile all kernels before the first request
     keep_alive_s: float = KEEP_ALIVE_S
     header_s: float = HEADER_S
     body_s: float = BODY_S

@@ -36,9 +36,10 @@ def serve(load: Callable[[], Llama], options: ServeOptions, log: Log, log_access
     def on_end() -> None:
         http.should_exit = True
 
-    engine = EngineThread(
-        load, metrics, options.queue, on_end, on_ready=lambda: log(f"{options.model} is ready at {url}")
-    )
+    def on_ready() -> None:
+        log(f"{options.model} is ready at {url}")
+
+    engine = EngineThread(load, metrics, options.queue, on_end, on_ready, options.warm_up)
     state = Server(options, engine, metrics, log_access)
 
     @asynccontextmanager
