@@ -87,15 +87,16 @@ class Engine:
         """
         try:
             for dispatch in self.model.step_kernels():
-                if stop() or not dispatch.pipeline:
+                if stop():
                     return
+                _ = dispatch.pipeline  # compiles it
         except GPUError as error:
             log.warning("a kernel was not compiled: %s", first_line(error))
             return
         for rows, depth in product(self.model.segment_counts, self.model.depths):
             if stop():
                 return
-            self.model.plan(rows, depth, not self.model.embeds_next, rows).handles  # noqa: B018
+            _ = self.model.plan(rows, depth, not self.model.embeds_next, rows).handles
 
     def free(self) -> None:
         """Free model and cache; the caller owns the weights."""
