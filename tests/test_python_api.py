@@ -549,7 +549,7 @@ def test_chat_without_a_template_names_complete(tmp_path, gpu):
 FORKING = """
 import os, sys, llamagpu
 llama = llamagpu.load(sys.argv[1])
-run = llama.generate("the quick", max_tokens=50)
+run = llama.generate("the quick", max_tokens=50, ignore_eos=True)
 next(run)
 if os.fork() == 0:
     shared = lambda: llamagpu.Llama(sys.argv[1], device=llama.gpu)
