@@ -371,8 +371,11 @@ def matrix_attention_cases(gpu: Gpu, quick: bool = False) -> Iterator[Case]:
     cases = [(heads, *mode) for heads in HEADS[:2] for mode in modes]
     for (heads, kv_heads, head_dim), splits, sharpness, result in cases[: 1 if quick else None]:
         shape = Attention(70, heads, kv_heads, head_dim, scale=head_dim**-0.5, splits=splits, half=True)
-        for route in [route for route in kernels if fits(route, shape, gpu.caps)][:1]:  # the others are for less memory
-            name = f"{heads} heads of {head_dim}, m 70 at 130, queries times {sharpness}, {splits} splits"
+        for route in kernels:
+            workgroup = route.consts["WORKGROUP"]
+            if not routes.matrix_attention(shape, gpu.caps, workgroup):
+                continue
+            name = f"{heads} heads of {head_dim}, m 70 at 130, queries times {sharpness}, {splits} splits, {workgroup}"
             compare = partial(attend, gpu, route, shape, 130, AttentionMode(KvType.F16, result), sharpness)
             yield Case(route.kernel, name, compare, HALF_ATTENTION)
 
