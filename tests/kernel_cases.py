@@ -145,9 +145,9 @@ class Steps:
             self.table.assign(slot, pages)
         return self.inputs.write(segments, self.table)
 
-    def paged(self, cache: Array, segments: Sequence[Segment]) -> Array:
-        """[slots, heads, positions, d] as [heads, cells, d], with large numbers where no row of the step looks."""
-        found = np.full((cache.shape[1], self.table.capacity, cache.shape[3]), 1e4, cache.dtype)
+    def paged(self, cache: Array, segments: Sequence[Segment], unseen: float = 1e4) -> Array:
+        """[slots, heads, positions, d] as [heads, cells, d], with `unseen` where no row of the step looks."""
+        found = np.full((cache.shape[1], self.table.capacity, cache.shape[3]), unseen, cache.dtype)
         for part in segments:
             end = part.position + len(part.tokens)
             found[:, self.table.cells(part.slot, np.arange(end))] = cache[part.slot, :, :end]

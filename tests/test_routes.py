@@ -303,6 +303,24 @@ def test_attend_tile_fits_into_workgroup_memory():
     assert wide.consts["WORKGROUP"] == 256
 
 
+@pytest.mark.parametrize(
+    "heads, head_dim, m, shared_bytes, workgroup",
+    [
+        (32, 128, 256, 49152, 128),
+        (32, 128, 257, 49152, 256),
+        (24, 128, 341, 49152, 128),
+        (24, 128, 342, 49152, 256),
+        (32, 64, 512, 49152, 128),
+        (32, 128, 512, 32768, 128),
+        (32, 128, 512, 16384, None),
+    ],
+)
+def test_tiles_of_attention_on_matrices(heads, head_dim, m, shared_bytes, workgroup):
+    caps = replace(GPU, shared_bytes=shared_bytes, matrix="16x16")
+    route = select(routes.ATTEND, Attention(m, heads, 8, head_dim, half=True), caps)
+    assert (route.consts["WORKGROUP"] if route.kernel == "attend_matrix" else None) == workgroup
+
+
 @pytest.mark.parametrize("head_dim, subgroup, run", list(product((64, 128, 192, 256), (4, 8, 32, 64), (8, 16))))
 def test_lanes_of_a_position_divide_head_and_subgroup(head_dim, subgroup, run):
     lanes = routes.position_lanes(head_dim, run, replace(GPU, subgroup=subgroup))["LANES_PER_POSITION"]

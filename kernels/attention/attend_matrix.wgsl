@@ -9,7 +9,7 @@
 // first tile and, with trained models, hardly ever after it.
 // One split: writes f32, or blocks with TO_BLOCKS. Several: partial sums and (top, total) for attend_merge.
 // Needs HEAD_DIM 64 or 128, subgroups of 32, f16 matrices of 16 x 16 x 16 (matrix_* makes them of smaller ones),
-// HEADS_PER_KV <= ROWS, WORKGROUP 32, 64, 128 or 256. Parts: f16, matrix_*, pages, blocks_*.
+// HEADS_PER_KV <= ROWS, WORKGROUP 128 or 256. Parts: f16, matrix_*, pages, blocks_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -43,7 +43,7 @@ alias Result = subgroup_matrix_result<f32, 16, 16>;
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;            // q [m, HEADS, HEAD_DIM]
 @group(0) @binding(8) var<uniform> step: Step;
 var<workgroup> kv: array<vec4<u32>, 2u * KV_TILE * PITCH>;      // f16 [position][dimension]: keys, then values from VALUES on
-var<workgroup> scores: array<vec4<u32>, ROWS * SCORE_PITCH>;    // f32 [row][position], or outputs [row][32 dimensions]
+var<workgroup> scores: array<vec4<u32>, ROWS * SCORE_PITCH>;    // f32 [row][position], or outputs [row][32 dimensions]; f16 queries at first
 var<workgroup> weights: array<vec4<u32>, ROWS * WEIGHT_PITCH>;  // f16 [row][position]
 var<workgroup> grew: u32;                                       // whether a row needs a new top
 const VALUES: u32 = KV_TILE * PITCH;
@@ -190,7 +190,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   loop {
     loop {
       var s0: Result; var s1: Result;
-      if (HIGH == 0u) {  // before the products with values: 4 % faster with heads of 64, 6 % slower with 128
+      if (HIGH == 0u) {  // before the products with values: faster with heads of 64, slower with 128 (kernels/README.md)
         s0 = subgroupMatrixMultiplyAccumulate(q0, subgroupMatrixLoad<Right, col_major>(&kv, 0u, PITCH), Result());
         s1 = subgroupMatrixMultiplyAccumulate(q0, subgroupMatrixLoad<Right, col_major>(&kv, 16u * PITCH, PITCH), Result());
         s0 = subgroupMatrixMultiplyAccumulate(q1, subgroupMatrixLoad<Right, col_major>(&kv, 2u, PITCH), s0);

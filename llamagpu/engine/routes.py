@@ -231,7 +231,7 @@ def int8_tile_grid(s: Attention, c: Consts, caps: Caps, rows: int, position: int
 
 
 def int8_tokens(s: Attention, c: Consts) -> int:
-    """Tokens of a workgroup of attend_int8, which has a row for each of them in every query head of a KV head."""
+    """Tokens of a workgroup of attend_int8 or attend_matrix: it has a row for each in every query head of a KV head."""
     return c["WORKGROUP"] // 2 // s.heads_per_kv
 
 
@@ -1233,7 +1233,7 @@ ATTEND: Table[Attention] = (
     Route(
         "attend_matrix",
         large_matrix_tiles,
-        "as below, head_dim 128, many rows, 128 heads to a KV head",
+        "more than 8192 rows of all heads, f16 will do, matrix units, head_dim 128, 128 heads to a KV head",
         int8_tile_grid,
         (Role.MATRIX, Role.PAGES, Role.BLOCKS),
         {"WORKGROUP": 256},
@@ -1380,7 +1380,8 @@ def split_count(bucket: int, kv_heads: int, m: int = 1) -> int:
 
 
 def int8_split_count(s: Attention, caps: Caps) -> int:
-    """The splits of the context in attend_int8: a power of two, up to 256 workgroups, at least 2 kv tiles each."""
+    """The splits of the context in attend_int8 and attend_matrix: a power of two, up to 256 workgroups, at least 128
+    positions each."""
     workgroups = s.kv_heads * -(-s.m // int8_tokens(s, select(ATTEND, s, caps).consts))
     most = min(256 // workgroups, (s.bucket + s.m) // 128, MAX_SPLIT_ROWS // s.m)
     merges = s.m * s.heads * s.head_dim // 32 <= caps.workgroups

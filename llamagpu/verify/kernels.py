@@ -375,7 +375,8 @@ def matrix_attention_cases(gpu: Gpu, quick: bool = False) -> Iterator[Case]:
             workgroup = route.consts["WORKGROUP"]
             if not routes.matrix_attention(shape, gpu.caps, workgroup):
                 continue
-            name = f"{heads} heads of {head_dim}, m 70 at 130, queries times {sharpness}, {splits} splits, {workgroup}"
+            name = f"{heads} heads of {head_dim}, m 70 at 130, queries times {sharpness}, {splits} splits"
+            name += f", workgroups of {workgroup}"
             compare = partial(attend, gpu, route, shape, 130, AttentionMode(KvType.F16, result), sharpness)
             yield Case(route.kernel, name, compare, HALF_ATTENTION)
 
