@@ -1,9 +1,11 @@
 """Kernels compiled before the first request: no step compiles another one."""
 
+import gc
 from contextlib import closing
 from dataclasses import replace
 from itertools import product
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import wgpu
@@ -84,6 +86,23 @@ def test_requests_compile_nothing(tmp_path, gpu, monkeypatch):
     with scheduler.alone(40) as sequence:
         engine.mean_hidden(sequence, [1, *range(3, 30)])
     assert set(gpu.pipelines) == compiled
+
+
+def test_plans_share_bind_groups(tmp_path, gpu, monkeypatch):
+    """A plan of another number of sequences is made of what the warm-up bound; what no plan needs is freed."""
+    monkeypatch.setattr(gpu, "bind_groups", WeakValueDictionary())
+    engine = load(tiny_llama(tmp_path / "tiny.gguf"), gpu, Backend.BUFFERS, chunk=64, parallel=8).engine
+    engine.warm_up()
+    made, create = [], gpu.device.create_bind_group
+    monkeypatch.setattr(gpu.device, "create_bind_group", lambda **of: made.append(of["label"]) or create(**of))
+    for rows, segments in ((3, 2), (20, 4), (60, 4)):
+        assert engine.model.step_key(rows, 0, True, segments) not in engine.model.plans
+        assert len(engine.model.plan(rows, segments=segments).handles) > 10
+    assert len(made) <= 3, made  # of the rows that get logits
+    engine.free()
+    engine.model.plans.clear()
+    gc.collect()
+    assert not gpu.bind_groups
 
 
 @pytest.mark.parametrize("warm", [False, True])

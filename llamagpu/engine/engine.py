@@ -81,7 +81,9 @@ class Engine:
         return BufferModel(self.gpu, self.config, self.weights, cache, self.settings)
 
     def warm_up(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """Compile all kernels now, not when a step first needs them, and plan the steps of decode.
+        """Compile all kernels now, not when a step first needs them.
+
+        Plan the steps of decode, and one of each width, whose bindings other plans share.
 
         It ends early when `stop` says so, or the driver refuses a kernel, which then is for the step that needs it.
         """
@@ -93,10 +95,13 @@ class Engine:
         except GPUError as error:
             log.warning("a kernel was not compiled: %s", first_line(error))
             return
-        for rows, depth in product(self.model.segment_counts, self.model.depths):
+        model, counts = self.model, self.model.segment_counts
+        decode = [(rows, depth, not model.embeds_next, rows) for rows, depth in product(counts, model.depths)]
+        mixed = [(rows, 0, True, min(rows, n)) for rows, n in product(model.widths, {counts[0], counts[-1]})]
+        for rows, depth, embed, segments in decode + mixed:
             if stop():
                 return
-            _ = self.model.plan(rows, depth, not self.model.embeds_next, rows).handles
+            _ = model.plan(rows, depth, embed, segments).handles
 
     def free(self) -> None:
         """Free model and cache; the caller owns the weights."""

@@ -199,6 +199,11 @@ class Model(ABC):
         return segments
 
     @property
+    def widths(self) -> list[int]:
+        """The widths of plans; none where every number of rows has a plan of its own."""
+        return []
+
+    @property
     def segment_counts(self) -> list[int]:
         """The numbers of segments that plans have."""
         return sorted({self.plan_segments(n) for n in range(1, self.settings.slots + 1)})
@@ -400,6 +405,10 @@ class BufferModel(Model):
     def plan_width(self, rows: int) -> int:
         return min(self.chunk, routes.plan_width(rows, self.chunk))
 
+    @property
+    def widths(self) -> list[int]:
+        return sorted({self.plan_width(rows) for rows in range(1, self.chunk + 1)})
+
     def plan_segments(self, segments: int) -> int:
         """A power of two: few plans do for all numbers of sequences, and a segment without rows costs nothing."""
         return min(1 << (segments - 1).bit_length(), self.settings.slots, self.chunk)
@@ -435,14 +444,13 @@ class BufferModel(Model):
         return [*tagged([norm], "output_norm", None), *tagged(logits, "output", None)]
 
     def step_kernels(self) -> Iterator[Dispatch]:
-        widths = {self.plan_width(rows) for rows in range(1, self.chunk + 1)}
         layers, known = self.layers_with_all_kernels(), set[PlanKey]()
-        for rows, segments, depth in product(sorted(widths), self.segment_counts, self.depths):
+        for rows, segments, depth in product(self.widths, self.segment_counts, self.depths):
             key = self.step_key(rows, depth, True, segments)
             if segments <= rows and key not in known:
                 known.add(key)
                 yield from (*self.body(key, layers), *self.head(key))
-        for rows in widths:
+        for rows in self.widths:
             yield self.hidden_norm(self.x, self.x, rows)
         kinds = [SampleKind(*flags) for flags in product((False, True), repeat=4)]
         for kind, segments in product(kinds, self.segment_counts):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -88,12 +89,17 @@ class Dispatch:
 
     @cached_property
     def bind_group(self) -> Any:
+        """Plans of other widths share it, where they bind the same to the same kernel: making it takes 0.1 ms."""
         numbers, bindings = shaders.binding_numbers(self.checked_source), {"status": self.gpu.status, **self.bindings}
-        entries = [
-            {"binding": number, "resource": bind_group_resource(bindings[name])} for name, number in numbers.items()
-        ]
-        layout = self.pipeline.get_bind_group_layout(0)
-        return self.gpu.device.create_bind_group(layout=layout, entries=entries, label=self.kernel)
+        key = (self.pipeline, *(bindings[name] for name in numbers))
+        if (group := self.gpu.bind_groups.get(key)) is None:
+            entries = [
+                {"binding": number, "resource": bind_group_resource(bindings[name])} for name, number in numbers.items()
+            ]
+            layout = self.pipeline.get_bind_group_layout(0)
+            group = self.gpu.device.create_bind_group(layout=layout, entries=entries, label=self.kernel)
+            self.gpu.bind_groups[key] = group
+        return group
 
 
 class Gpu:
@@ -122,6 +128,7 @@ class Gpu:
         self.staged_bytes = 0
         self.compile_seconds = 0.0
         self.pipelines: dict[str, Any] = {}
+        self.bind_groups: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # by the pipeline and what it binds
         self.staging: list[Any] = []
         self.status: Buffer = self.device.create_buffer(size=16, usage=STORAGE_USAGE, label="status")
         self.unproven = False  # kernels that may rely on the subgroup size have run, and nobody has looked at `status`
