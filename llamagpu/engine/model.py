@@ -324,7 +324,7 @@ class BufferModel(Model):
 
     def _split_bytes(self) -> Iterator[int]:
         """Bytes of the partial sums of every linear that is split over k."""
-        widths = {self.plan_width(rows) for rows in range(2, self.chunk + 1)}
+        widths = set(self.widths) - {1}
         widths |= set(range(128, self.chunk + 1, 128))  # of score plans: more rows have more sums, or fewer splits
         distinct = {layer.layouts: layer for layer in self.weights.layers}
         shapes: set[Linear] = set()

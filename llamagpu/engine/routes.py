@@ -1174,6 +1174,7 @@ DEEP_PREFETCH_ROWS = 8  # up to so many, but not one alone, it has 8 positions i
 FEW_SCORES = 12288  # rows x positions up to which it is the fastest for more rows, too
 TILE_ROWS = 17  # fewest rows of attend_tile
 LARGE_TILE_ROWS = 257  # fewest rows of attend_int8's large tiles
+SMALL_TILES = 8192  # rows of all heads up to which attend_matrix has small tiles: 128 workgroups of 64
 
 
 def split_rows_fit(s: Attention, c: Caps) -> bool:
@@ -1219,7 +1220,7 @@ def matrix_attention(s: Attention, c: Caps, workgroup: int) -> bool:
 def large_matrix_tiles(s: Attention, c: Caps) -> bool:
     """Whether attend_matrix should have large tiles: with heads of 128 a core of an H200 runs one workgroup at a time,
     and one with twice the rows takes 1.3 times as long. Where small tiles leave cores idle, they are better."""
-    return s.head_dim == 128 and s.heads * s.m > 64 * ENOUGH_WORKGROUPS and matrix_attention(s, c, 256)
+    return s.head_dim == 128 and s.heads * s.m > SMALL_TILES and matrix_attention(s, c, 256)
 
 
 ATTEND: Table[Attention] = (
@@ -1233,7 +1234,7 @@ ATTEND: Table[Attention] = (
     Route(
         "attend_matrix",
         large_matrix_tiles,
-        "more than 8192 rows of all heads, f16 will do, matrix units, head_dim 128, 128 heads to a KV head",
+        f"more than {SMALL_TILES} rows of all heads, f16 will do, matrix units, head_dim 128, 128 heads to a KV head",
         int8_tile_grid,
         (Role.MATRIX, Role.PAGES, Role.BLOCKS),
         {"WORKGROUP": 256},
