@@ -117,7 +117,7 @@ def matrix_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch, matrix: str) -> Any:
         create = gpu.native.create_module
 
         def create_emulated(source: str, label: str) -> Any:
-            return create(emulated(source) if "subgroup_matrix" in source else source, label)
+            return create(emulated(source, gpu.caps.native_f16) if "subgroup_matrix" in source else source, label)
 
         monkeypatch.setattr(gpu.native, "create_module", create_emulated)
     return gpu

@@ -70,9 +70,27 @@ fn emulated_store_row_major_TILE(at: u32, given: RESULT, pitch: u32) {
   for (var q = 0u; q < Fu; q++) { TILE[row_at(at, pitch) + lane_of_32 % 2u * Fu + q] = bitcast<vec4<u32>>(m.v[q]); }
 }
 """
+# f16_bits knows finite numbers only
+INFINITIES = """
+fn is_beyond(bits: vec2<u32>, first: u32) -> vec2<bool> { return (bits & vec2<u32>(0x7FFFFFFFu)) >= vec2<u32>(first); }
+fn pack_any(v: vec2<f32>) -> u32 {
+  let bits = bitcast<vec2<u32>>(v);
+  let word = pack_f16(v);
+  let h = vec2<u32>(word & 0xFFFFu, word >> 16u);
+  let none = select(vec2<u32>(0x7C00u), vec2<u32>(0x7E00u), is_beyond(bits, 0x7F800001u)) | (h & vec2<u32>(0x8000u));
+  let any = select(h, none, is_beyond(bits, 0x477FF000u));  // 65520 and more
+  return any.x | (any.y << 16u);
+}
+fn unpack_any(word: u32) -> vec2<f32> {
+  let bits = vec2<u32>(word << 16u, word & 0xFFFF0000u);
+  let mantissa = (bits & vec2<u32>(0x03FF0000u)) >> vec2<u32>(3u);
+  let none = bitcast<vec2<f32>>((bits & vec2<u32>(0x80000000u)) | vec2<u32>(0x7F800000u) | mantissa);
+  return select(unpack_f16(word), none, is_beyond(bits, 0x7C000000u));
+}
+"""
 
 
-def emulated(source: str) -> str:
+def emulated(source: str, native_f16: bool) -> str:
     """The kernel without subgroup matrices and f16."""
     aliases = {kind.upper(): (name, int(columns), int(rows)) for name, kind, columns, rows in ALIAS.findall(source)}
     source, tiles = matrix_calls(ALIAS.sub("", source), "emulated_")
@@ -84,7 +102,11 @@ def emulated(source: str) -> str:
     functions = re.sub(r"\b([MKEHF])u\b", lambda found: f"{sizes[found[1]]}u", MATRICES)
     for kind, (name, _, _) in aliases.items():
         functions = functions.replace(kind, name)
-    return source + for_tiles(unrolled(functions), tiles)
+    functions = for_tiles(unrolled(functions), tiles)
+    if not native_f16:  # then the adapter has no pack2x16float either
+        source = source.replace("pack2x16float(", "pack_any(")
+        functions = functions.replace("unpack_f16(", "unpack_any(") + INFINITIES
+    return source + functions
 
 
 def unrolled(source: str) -> str:
