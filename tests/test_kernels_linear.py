@@ -197,6 +197,24 @@ def test_linears_on_matrices(matrix_gpu, weight):
         assert_close(*case.compare(), *case.bound, case.shape)
 
 
+@pytest.mark.parametrize("matrix", ["16x16"])
+def test_eight_scales_at_once(matrix_gpu):
+    """Three rounds of eight blocks: of seven splits four are empty."""
+    gpu, m, weight = matrix_gpu, 21, Weight(Q4, 70, 768)
+    shard, packed = weight.upload(gpu, keep_scales=True)
+    assert shard.layout.eight_scales
+    given, step, y = linear_inputs(gpu, m, weight.k, Inputs.F16), Steps(gpu), gpu.zeros(m * weight.n * 4, "y")
+    step.write_rows(m)
+    want = given.values @ verify_reference.rows_of(packed, np.arange(weight.n)).T
+    for splits in (1, 7):
+        route = next(r for r in MATRIX_TILES if r.consts["TILE_M"] == 16 and r.consts.get("GRID_SPLIT", 1) == splits)
+        table, output = verify_reference.only(route), ops.store(y, matrix_of(shard))
+        plan = Ops(gpu, step.buffer).linear(given.x, matrix_of(shard), m, output, Inputs.F16, table=table)
+        assert "array<vec4<u32>>;" in next(line for line in plan[0].source.splitlines() if "> scales:" in line)
+        run(gpu, plan, m)
+        assert_close(gpu.read(y, np.float32, m * weight.n).reshape(m, weight.n), want, *HALVES, route.needs)
+
+
 TWO_HALVES_TILES = [r for r in MATRIX_TILES if r.consts.get("TERMS") == 3 and r.consts["TILE_M"] == 64]
 
 

@@ -139,6 +139,24 @@ def test_matrix_units(m, n, k, storage, kernel):
             assert routes.block_inputs([given], lacking) is Inputs.INT8
 
 
+@pytest.mark.parametrize(
+    "m, n, k, splits",
+    [
+        (16, 28672, 4096, 1),  # 896 tiles of 32 rows
+        (16, 4096, 14336, 7),  # 128: 896 workgroups run side by side, 1024 do not
+        (9, 3072, 14336, 8),
+        (32, 4096, 14336, 4),  # 64 tiles of 64 rows
+        (128, 4096, 14336, 4),  # 32 of 128 rows
+    ],
+)
+def test_splits_fill_a_large_gpu(m, n, k, splits):
+    units, shape = replace(GPU, matrix="16x16", shared_bytes=49152), Linear(m, n, k, 32, Q4, Inputs.F16)
+    route = select(routes.LINEAR, shape, units)
+    tokens, rows, z = route.grid(shape, route.consts, units, m, 0)
+    assert (route.kernel, route.consts.get("GRID_SPLIT", 1), z) == ("linear_matrix", splits, splits)
+    assert (tokens, rows) == (1, -(-n // route.consts["TILE_N"]))
+
+
 def test_f32_inputs_on_matrix_units():
     """In two f16 each, where many tokens pay for it and the results need no workgroup."""
     units = replace(GPU, matrix="16x16", shared_bytes=49152)

@@ -1,14 +1,14 @@
 // y[m, N] = x[m, K] @ W[N, K]^T, many tokens, or a few and a large W: GEMM on subgroup matrices, f16 with f32 sums.
-// A workgroup computes a tile of TILE_M tokens x TILE_N rows, a subgroup 16 * DOWN x 64 of it. The sums are 16 variables with
-// names: drivers keep an array of matrices in memory, six times slower on an H200, and a struct of them 15 % slower. In an
+// A workgroup computes a tile of TILE_M tokens x TILE_N rows, a subgroup 16 * DOWN x SUBGROUP_ROWS of it. The sums are 16 variables
+// with names: drivers keep an array of matrices in memory, six times slower on an H200, and a struct of them 15 % slower. In an
 // iteration TILE_K k of x and of W go to workgroup memory as f16; the next iteration's loads are in flight meanwhile. With
 // TERMS 3 every number is the sum of two f16, hi + lo, and a product hi * hi + lo * hi + hi * lo. Small tiles have TEAMS
 // subgroups for the same sums, which take their shares of these k. Results leave through workgroup memory, a strip of 16
-// tokens x 64 rows at a time. Where tiles do not fill a GPU, GRID_SPLIT workgroups share one, and linear_sum adds up what
-// they store.
+// tokens x SUBGROUP_ROWS at a time. Where tiles do not fill a GPU, GRID_SPLIT workgroups share one, and linear_sum adds up
+// what they store.
 // Needs subgroups of 32 and f16 matrices of 16 x 16 x 16 (matrix_* makes them of smaller ones), DOWN 1, 2 or 4, TEAMS 1 or 2,
-// TILE_N % 64 == 0, WORKGROUP = 32 * TEAMS * TILE_M / (16 * DOWN) * TILE_N / 64, EPILOGUE_LANES 32, TOKENS 16, K % 64 == 0.
-// A ragged m or N is clamped on load and guarded on store.
+// SUBGROUP_ROWS 64, or 32 with DOWN 1, TILE_N % SUBGROUP_ROWS == 0, EPILOGUE_LANES 32, TOKENS 16, K % 64 == 0 and
+// WORKGROUP = 32 * TEAMS * TILE_M / (16 * DOWN) * TILE_N / SUBGROUP_ROWS. A ragged m or N is clamped on load and guarded on store.
 // Parts: f16, matrix_*, tile_* with what it needs, epilogue_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
@@ -19,6 +19,7 @@ const TILE_N: u32 = 128u;
 const TILE_K: u32 = 64u;                                // see tile_*
 const TERMS: u32 = 1u;                                  // 1 or 3
 const DOWN: u32 = 4u;                                   // strips of a subgroup
+const SUBGROUP_ROWS: u32 = 64u;                         // 64 or 32
 const TEAMS: u32 = 1u;
 const WORKGROUP: u32 = 128u;
 const EPILOGUE_LANES: u32 = 32u;                        // invocations that share a workgroup epilogue, and their tokens
@@ -29,7 +30,7 @@ const PITCH: u32 = TILE_K / 8u + 1u;                    // vec4s of a token's or
 const X_PLANE: u32 = TILE_M * PITCH;                    // vec4s of hi, before lo
 const W_PLANE: u32 = TILE_N * PITCH;
 const PLANES: u32 = select(1u, 2u, TERMS == 3u);
-const STRIP_PITCH: u32 = 17u;                           // vec4s of a token's 64 sums, one of them padding
+const STRIP_PITCH: u32 = SUBGROUP_ROWS / 4u + 1u;       // vec4s of a token's sums, one of them padding
 const STRIP: u32 = 16u * STRIP_PITCH;
 const X_UNIT: f32 = 16.0;                               // inputs are divided by it, weights multiplied by W_UNIT:
 const W_UNIT: f32 = 16.0;                               // both stay in the range of f16
@@ -42,7 +43,7 @@ var<workgroup> w_tile: array<vec4<u32>, max(PLANES * W_PLANE, WORKGROUP / 32u * 
 var<private> strip: u32;         // where the strip begins that the subgroup stores
 var<private> hidden: vec4<f32>;  // of epilogue_glu_blocks
 
-fn hidden_at(i: u32) -> u32 { return strip + i / 32u * STRIP_PITCH + i % 32u / 4u * 2u; }
+fn hidden_at(i: u32) -> u32 { return strip + i / 32u * STRIP_PITCH + i % (SUBGROUP_ROWS / 2u) / 4u * 2u; }
 fn store_hidden(i: u32, v: f32) {  // called for four in this order, in the place of the sums that they are made of
   hidden = vec4<f32>(hidden.yzw, v);
   if (i % 4u == 3u) { w_tile[hidden_at(i)] = bitcast<vec4<u32>>(hidden); }
@@ -73,10 +74,11 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let lane = index % 32u;
   let team = subgroup % TEAMS;
   let token1 = subgroup / TEAMS % (TILE_M / (16u * DOWN)) * 16u * DOWN;  // of the subgroup in the tile
-  let row1 = subgroup / TEAMS / (TILE_M / (16u * DOWN)) * 64u;
+  let row1 = subgroup / TEAMS / (TILE_M / (16u * DOWN)) * SUBGROUP_ROWS;
   const SHARE = TILE_K / 8u / TEAMS;  // vec4s of k that a team takes in an iteration
   const BLOCKS = TILE_K / 32u;  // of an iteration
-  const PER_SPLIT = (K / 32u + GRID_SPLIT * BLOCKS - 1u) / (GRID_SPLIT * BLOCKS) * BLOCKS;
+  const ROUND = select(BLOCKS, 8u, K % 256u == 0u && TERMS == 1u);  // of iterations that drivers unroll: see block_scale_eight
+  const PER_SPLIT = (K / 32u + GRID_SPLIT * ROUND - 1u) / (GRID_SPLIT * ROUND) * ROUND;
   let begin = select(workgroup.z * PER_SPLIT, 0u, GRID_SPLIT == 1u);  // without splits the driver sees a constant
   let end = min(begin + PER_SPLIT, K / 32u);
   var c00: Result; var c01: Result; var c02: Result; var c03: Result;
@@ -84,47 +86,60 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   var c20: Result; var c21: Result; var c22: Result; var c23: Result;
   var c30: Result; var c31: Result; var c32: Result; var c33: Result;
   var at = tile_sources(row0, token0, index);
-  var loads = load_tile(min(begin, K / 32u - BLOCKS), &at, index);  // an empty split loads the last
-  for (var first = begin; first < end; first += BLOCKS) {
-    stage_tile(first, &loads, &at, index);
-    workgroupBarrier();
-    if (first + BLOCKS < end) { loads = load_tile(first + BLOCKS, &at, index); }
-    for (var term = 0u; term < TERMS; term++) {
-      let x_from = token1 * PITCH + team * SHARE + select(0u, X_PLANE, term == 1u);
-      let w_from = row1 * PITCH + team * SHARE + select(0u, W_PLANE, term == 2u);
-      for (var k = 0u; k < SHARE; k += 2u) {
-        let x_at = x_from + k;
-        let w_at = w_from + k;
-        let b0 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at, PITCH);
-        let b1 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at + 16u * PITCH, PITCH);
-        let b2 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at + 32u * PITCH, PITCH);
-        let b3 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at + 48u * PITCH, PITCH);
-        let a0 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at, PITCH);
-        c00 = subgroupMatrixMultiplyAccumulate(a0, b0, c00); c01 = subgroupMatrixMultiplyAccumulate(a0, b1, c01);
-        c02 = subgroupMatrixMultiplyAccumulate(a0, b2, c02); c03 = subgroupMatrixMultiplyAccumulate(a0, b3, c03);
-        if (DOWN > 1u) {
-          let a1 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at + 16u * PITCH, PITCH);
-          c10 = subgroupMatrixMultiplyAccumulate(a1, b0, c10); c11 = subgroupMatrixMultiplyAccumulate(a1, b1, c11);
-          c12 = subgroupMatrixMultiplyAccumulate(a1, b2, c12); c13 = subgroupMatrixMultiplyAccumulate(a1, b3, c13);
-        }
-        if (DOWN > 2u) {
-          let a2 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at + 32u * PITCH, PITCH);
-          c20 = subgroupMatrixMultiplyAccumulate(a2, b0, c20); c21 = subgroupMatrixMultiplyAccumulate(a2, b1, c21);
-          c22 = subgroupMatrixMultiplyAccumulate(a2, b2, c22); c23 = subgroupMatrixMultiplyAccumulate(a2, b3, c23);
-          let a3 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at + 48u * PITCH, PITCH);
-          c30 = subgroupMatrixMultiplyAccumulate(a3, b0, c30); c31 = subgroupMatrixMultiplyAccumulate(a3, b1, c31);
-          c32 = subgroupMatrixMultiplyAccumulate(a3, b2, c32); c33 = subgroupMatrixMultiplyAccumulate(a3, b3, c33);
+  var loads: Loads;
+  load_tile(min(begin, K / 32u - BLOCKS), 0u, &loads, &at, index);  // an empty split loads the last
+  for (var round = begin; round < end; round += ROUND) {
+    for (var place = 0u; place < ROUND; place += BLOCKS) {
+      stage_tile(round + place, &loads, &at, index);
+      workgroupBarrier();
+      let next = round + place + BLOCKS;
+      if (DOWN == 1u) {  // also after the last: the condition costs the smallest tile 6 %, and its lack the others as much
+        load_tile(min(next, K / 32u - BLOCKS), (place + BLOCKS) % ROUND, &loads, &at, index);
+      } else if (place + BLOCKS < ROUND || next < end) {
+        load_tile(next, (place + BLOCKS) % ROUND, &loads, &at, index);
+      }
+      for (var term = 0u; term < TERMS; term++) {
+        let x_from = token1 * PITCH + team * SHARE + select(0u, X_PLANE, term == 1u);
+        let w_from = row1 * PITCH + team * SHARE + select(0u, W_PLANE, term == 2u);
+        for (var k = 0u; k < SHARE; k += 2u) {
+          let x_at = x_from + k;
+          let w_at = w_from + k;
+          let b0 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at, PITCH);
+          let b1 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at + 16u * PITCH, PITCH);
+          if (SUBGROUP_ROWS == 32u) {
+            let a0 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at, PITCH);
+            c00 = subgroupMatrixMultiplyAccumulate(a0, b0, c00); c01 = subgroupMatrixMultiplyAccumulate(a0, b1, c01);
+            continue;
+          }
+          let b2 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at + 32u * PITCH, PITCH);
+          let b3 = subgroupMatrixLoad<Right, col_major>(&w_tile, w_at + 48u * PITCH, PITCH);
+          let a0 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at, PITCH);
+          c00 = subgroupMatrixMultiplyAccumulate(a0, b0, c00); c01 = subgroupMatrixMultiplyAccumulate(a0, b1, c01);
+          c02 = subgroupMatrixMultiplyAccumulate(a0, b2, c02); c03 = subgroupMatrixMultiplyAccumulate(a0, b3, c03);
+          if (DOWN > 1u) {
+            let a1 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at + 16u * PITCH, PITCH);
+            c10 = subgroupMatrixMultiplyAccumulate(a1, b0, c10); c11 = subgroupMatrixMultiplyAccumulate(a1, b1, c11);
+            c12 = subgroupMatrixMultiplyAccumulate(a1, b2, c12); c13 = subgroupMatrixMultiplyAccumulate(a1, b3, c13);
+          }
+          if (DOWN > 2u) {
+            let a2 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at + 32u * PITCH, PITCH);
+            c20 = subgroupMatrixMultiplyAccumulate(a2, b0, c20); c21 = subgroupMatrixMultiplyAccumulate(a2, b1, c21);
+            c22 = subgroupMatrixMultiplyAccumulate(a2, b2, c22); c23 = subgroupMatrixMultiplyAccumulate(a2, b3, c23);
+            let a3 = subgroupMatrixLoad<Left, row_major>(&x_tile, x_at + 48u * PITCH, PITCH);
+            c30 = subgroupMatrixMultiplyAccumulate(a3, b0, c30); c31 = subgroupMatrixMultiplyAccumulate(a3, b1, c31);
+            c32 = subgroupMatrixMultiplyAccumulate(a3, b2, c32); c33 = subgroupMatrixMultiplyAccumulate(a3, b3, c33);
+          }
         }
       }
+      workgroupBarrier();
     }
-    workgroupBarrier();
   }
   let own = subgroup * STRIP;
   strip = (subgroup - team) * STRIP;
   for (var i = 0u; i < DOWN; i++) {
     if (i == 0u) {
       subgroupMatrixStore<row_major>(&w_tile, own, c00, STRIP_PITCH); subgroupMatrixStore<row_major>(&w_tile, own + 4u, c01, STRIP_PITCH);
-      subgroupMatrixStore<row_major>(&w_tile, own + 8u, c02, STRIP_PITCH); subgroupMatrixStore<row_major>(&w_tile, own + 12u, c03, STRIP_PITCH);
+      if (SUBGROUP_ROWS == 64u) { subgroupMatrixStore<row_major>(&w_tile, own + 8u, c02, STRIP_PITCH); subgroupMatrixStore<row_major>(&w_tile, own + 12u, c03, STRIP_PITCH); }
     } else if (i == 1u) {
       subgroupMatrixStore<row_major>(&w_tile, own, c10, STRIP_PITCH); subgroupMatrixStore<row_major>(&w_tile, own + 4u, c11, STRIP_PITCH);
       subgroupMatrixStore<row_major>(&w_tile, own + 8u, c12, STRIP_PITCH); subgroupMatrixStore<row_major>(&w_tile, own + 12u, c13, STRIP_PITCH);
@@ -137,11 +152,12 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     workgroupBarrier();
     let token = token0 + token1 + 16u * i;
-    for (var n = lane + 32u * team; n < 128u; n += 32u * TEAMS) {
-      let sums = strip + n / 8u * STRIP_PITCH + n % 8u * 2u;
-      store_eight(token + n / 8u, row0 + row1 + n % 8u * 8u, strip_sum(sums), strip_sum(sums + 1u), workgroup.z);
+    const EIGHTS = SUBGROUP_ROWS / 8u;  // of a token
+    for (var n = lane + 32u * team; n < 16u * EIGHTS; n += 32u * TEAMS) {
+      let sums = strip + n / EIGHTS * STRIP_PITCH + n % EIGHTS * 2u;
+      store_eight(token + n / EIGHTS, row0 + row1 + n % EIGHTS * 8u, strip_sum(sums), strip_sum(sums + 1u), workgroup.z);
     }
-    workgroup_epilogue(select(N, (row0 + row1) / 64u, team == 0u), token, step.rows, lane);
+    workgroup_epilogue(select(N, (row0 + row1) / SUBGROUP_ROWS, team == 0u), token, step.rows, lane);
     workgroupBarrier();
   }
 }

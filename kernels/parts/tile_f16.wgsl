@@ -1,6 +1,6 @@
-// Role tile, x as f16 blocks: load_tile(first, at, index) loads what an invocation stages of the TILE_K k from block `first` on,
-// stage_tile stores it in x_tile and w_tile, W as f16 times its scales. tile_sources are the places where the loads begin.
-// Needs TILE_K 64, TERMS 1, GROUP % 32 == 0 or GROUP == 16. Parts: scales, halves_*; linear_matrix.
+// Role tile, x as f16 blocks: load_tile(first, place, loads, at, index) loads what an invocation stages of the TILE_K k from block
+// `first` on, the place-th of a round (see block_scale_*), stage_tile stores it in x_tile and w_tile, W as f16 times its scales. tile_sources are the places where the loads begin.
+// Needs TILE_K 64, TERMS 1, GROUP % 32 == 0 or GROUP == 16. Parts: halves_*, block_scale_*; linear_matrix.
 const K: u32 = 64u;
 const N: u32 = 4u;
 const GROUP: u32 = 32u;
@@ -12,7 +12,7 @@ const W_LOADS: u32 = (2u * TILE_N + WORKGROUP - 1u) / WORKGROUP;  // blocks of 3
 struct Loads {  // an invocation's loads of one iteration: all are issued before the first is used
   x: array<vec4<u32>, X_LOADS>,
   w: array<Raw, W_LOADS>,
-  w_scale: array<vec4<f32>, W_LOADS>,  // (scale, offset) of the first and of the second 16 k
+  w_scale: array<BlockScale, W_LOADS>,
 }
 struct Sources {  // where an invocation's loads begin
   x: array<u32, X_LOADS>,
@@ -30,32 +30,25 @@ fn tile_sources(row0: u32, token0: u32, index: u32) -> Sources {
   return at;
 }
 
-fn load_tile(first: u32, at: ptr<function, Sources>, index: u32) -> Loads {
-  var loads: Loads;
-  for (var i = 0u; i < X_LOADS; i++) { loads.x[i] = x[(*at).x[i] + 4u * first]; }
-  let b = first + index % 2u;
+fn load_tile(first: u32, place: u32, loads: ptr<function, Loads>, at: ptr<function, Sources>, index: u32) {
   for (var i = 0u; i < W_LOADS; i++) {
     let row = (*at).w_row[i];
-    loads.w[i] = load_raw(row, b);
-    if (!OWN_SCALE) {
-      let s = scale_at(row, b * 32u / GROUP);
-      loads.w_scale[i] = vec4<f32>(s, s);
-      if (GROUP == 16u) { loads.w_scale[i] = vec4<f32>(s, scale_at(row, b * 2u + 1u)); }
-    }
+    if (!OWN_SCALE) { (*loads).w_scale[i] = load_block_scale((*loads).w_scale[i], row, first, place, index % 2u); }
+    (*loads).w[i] = load_raw(row, first + index % 2u);
   }
-  return loads;
+  for (var i = 0u; i < X_LOADS; i++) { (*loads).x[i] = x[(*at).x[i] + 4u * first]; }
 }
 
 fn stage_tile(first: u32, loads: ptr<function, Loads>, at: ptr<function, Sources>, index: u32) {
   for (var i = 0u; i < X_LOADS; i++) {
     let n = index + i * WORKGROUP;
-    if (n < 8u * TILE_M) { x_tile[n / 8u * PITCH + n % 8u] = (*loads).x[i]; }
+    if (8u * TILE_M % WORKGROUP == 0u || n < 8u * TILE_M) { x_tile[n / 8u * PITCH + n % 8u] = (*loads).x[i]; }
   }
   for (var i = 0u; i < W_LOADS; i++) {
     let n = index + i * WORKGROUP;
-    if (n < 2u * TILE_N) {
-      var s = (*loads).w_scale[i];
-      if (OWN_SCALE) { s = vec4<f32>(raw_scale((*loads).w[i])); }
+    if (2u * TILE_N % WORKGROUP == 0u || n < 2u * TILE_N) {
+      var s = vec4<f32>(raw_scale((*loads).w[i]));
+      if (!OWN_SCALE) { s = block_scale((*loads).w_scale[i], index % 2u); }
       let h = halves((*loads).w[i], s * W_UNIT);
       let to = n / 2u * PITCH + n % 2u * 4u;
       w_tile[to] = h.p0; w_tile[to + 1u] = h.p1; w_tile[to + 2u] = h.p2; w_tile[to + 3u] = h.p3;

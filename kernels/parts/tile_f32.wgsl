@@ -1,4 +1,4 @@
-// Role tile, f32 x and weights: load_tile(first, at, index) loads what an invocation stages of the TILE_K k from block `first`
+// Role tile, f32 x and weights: load_tile(first, place, loads, at, index) loads what an invocation stages of the TILE_K k from block `first`
 // on, stage_tile stores it in x_tile and w_tile, each number as the sum of two f16: hi, and in the second plane lo, what is left of
 // it. These are 21 bits of x from 0.5 and of W from 0.01 on, and of smaller ones all down to 2^-22 and 2^-28.
 // tile_sources are the places where the loads begin.
@@ -31,14 +31,12 @@ fn tile_sources(row0: u32, token0: u32, index: u32) -> Sources {
   return at;
 }
 
-fn load_tile(first: u32, at: ptr<function, Sources>, index: u32) -> Loads {
-  var loads: Loads;
+fn load_tile(first: u32, place: u32, loads: ptr<function, Loads>, at: ptr<function, Sources>, index: u32) {
   for (var i = 0u; i < X_LOADS; i++) {
     let from_x = (*at).x[i] + 8u * first;
-    loads.x[i] = mat2x4<f32>(x[from_x], x[from_x + 1u]);
+    (*loads).x[i] = mat2x4<f32>(x[from_x], x[from_x + 1u]);
   }
-  for (var i = 0u; i < W_LOADS; i++) { loads.w[i] = load_weight8((*at).w_row[i], 4u * first + index % 4u); }
-  return loads;
+  for (var i = 0u; i < W_LOADS; i++) { (*loads).w[i] = load_weight8((*at).w_row[i], 4u * first + index % 4u); }
 }
 
 // The first 11 bits of a number, but no more than f16 has. lo, the rest, is infinite for numbers beyond twice the largest f16, and NaN

@@ -279,6 +279,7 @@ class Ops:
         blocks: Inputs = Inputs.INT8,
         experts: bool = False,
         rotates: bool = False,
+        eight_scales: bool = False,
     ) -> tuple[str, ...]:
         """The files of a route's kernel parts, in the order of composition. `blocks`: the kind that it writes."""
         caps = self.gpu.caps
@@ -293,7 +294,8 @@ class Ops:
             elif role is Role.HALVES:
                 direct = storage is Storage.Q4 or storage.two_bytes
                 own = [f"halves_{words}"] if direct else [f"planes_{words}", "halves_bytes"]
-                names += [*scales, "half2", *own]
+                names += ["block_scale_eight"] if eight_scales else [*scales, "block_scale_one"]
+                names += ["half2", *own]
             elif role is Role.MATRIX and caps.matrix in ("16x8", "8x8"):
                 names.append(f"matrix_{caps.matrix}")
             elif role is Role.TILE:
@@ -441,6 +443,7 @@ class Ops:
                     epilogue,
                     blocks=output.blocks,
                     experts=matrix.experts > 1,
+                    eight_scales=shard.layout.eight_scales,
                 ),
                 *own,
                 *prologue.parts,

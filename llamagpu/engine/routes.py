@@ -555,22 +555,26 @@ def int8_tile_fits(s: Linear, rows: int, splits: int) -> bool:
 
 # Tiles of linear_matrix, on subgroup matrices: token rows, matrix rows, strips of 16 tokens of a subgroup, teams.
 # Measured on an H200 (2026-11-16) with the matrices of Llama 1B and 8B: the wrong choice costs up to 2x. With 16 token
-# rows a large matrix is faster on matrices (8B, us: gate_up 60, by GEMV 79; ffn_down 32 and 38), with 8 none is. Up to
+# rows a large matrix is faster on matrices (8B, us: gate_up 54, by int8 79; ffn_down 29 and 34), with 8 none is. Up to
 # 64 the int8 tiles of a small one are faster (a step of 32 rows of 1B: 1933 us on matrices alone, 1504 with both). Such
 # a step of 1B, 3B and 8B takes 1331, 3585 and 5548 us with these (2026-11-18); with one team of 32 x 128, also for
 # n = 16384, whose 128 tiles are fewer than cores, 1410, 3784 and 5630.
 MATRIX_ROWS = 9  # fewest token rows
 MatrixTile = tuple[int, int, int, int]
 MATRIX_TILES: tuple[MatrixTile, ...] = (
-    *((16, 64, 1, 2), (32, 128, 2, 2), (32, 64, 2, 2)),
+    *((16, 32, 1, 2), (32, 128, 2, 2), (32, 64, 2, 2)),
     *((64, 64, 4, 2), (128, 128, 4, 1), (128, 64, 4, 2)),
 )
+SIDE_BY_SIDE = 7  # workgroups of the smallest tile on a core of an H200, by their memory
+SMALL_TILE_SPLITS = (*GRID_SPLITS[:-1], 7, GRID_SPLITS[-1])
 
 
 def matrix_consts(tile: MatrixTile, inputs: Inputs) -> dict[str, int]:
     rows, columns, down, teams = tile
-    workgroup = 32 * teams * (rows // (16 * down)) * (columns // 64)
+    subgroup_rows = min(columns, 64)
+    workgroup = 32 * teams * (rows // (16 * down)) * (columns // subgroup_rows)
     consts = {"TILE_M": rows, "TILE_N": columns, "DOWN": down, "TEAMS": teams, "WORKGROUP": workgroup}
+    consts |= {"SUBGROUP_ROWS": subgroup_rows} if subgroup_rows < 64 else {}
     return consts | ({"TILE_K": 32, "TERMS": 3} if inputs is Inputs.F32 else {})
 
 
@@ -578,7 +582,7 @@ def matrix_tile_bytes(c: Consts) -> int:
     """Workgroup memory of a tile of linear_matrix: inputs, and weights or the strips of its subgroups."""
     own = constants("linear_matrix") | dict(c)
     pitch, planes = own["TILE_K"] // 8 + 1, 2 if own["TERMS"] == 3 else 1
-    strips = c["WORKGROUP"] // 32 * 16 * own["STRIP_PITCH"]
+    strips = c["WORKGROUP"] // 32 * 16 * (own["SUBGROUP_ROWS"] // 4 + 1)
     return 16 * (planes * pitch * c["TILE_M"] + max(planes * pitch * c["TILE_N"], strips))
 
 
@@ -601,13 +605,15 @@ def matrix_tile(s: Linear, c: Caps) -> MatrixTile:
 
 
 def matrix_splits(s: Linear, c: Caps) -> int:
-    """Workgroups that share a tile: 128 large ones, 256 small ones, 512 of the smallest (ffn_down of 8B with 16 token
-    rows: 47 us with 256, 32 with 512)."""
+    """Workgroups that share a tile: 128 large ones, 256 small ones; of the smallest as many as run side by side
+    (ffn_down of 8B with 16 token rows: 39 us with 512 of them, 29 with 896, 42 with 1024)."""
     if s.n % 2 or not no_extras(s) or s.k < LONG_ROWS:
         return 1
-    rows, columns, *_ = matrix_tile(s, c)
-    tiles, wanted = tile_count(s, rows, columns), {128: 128, 16: 512}.get(rows, 256)
-    splits = next((splits for splits in GRID_SPLITS if tiles * splits >= wanted), GRID_SPLITS[-1])
+    rows, columns, *_ = tile = matrix_tile(s, c)
+    tiles = tile_count(s, rows, columns)
+    if tile is MATRIX_TILES[0]:
+        return max((splits for splits in SMALL_TILE_SPLITS if tiles * splits <= SIDE_BY_SIDE * CORES), default=1)
+    splits = next((n for n in GRID_SPLITS if tiles * n >= (128 if rows == 128 else 256)), GRID_SPLITS[-1])
     if rows == 128 and CORES < tiles < 3 * CORES // 2:  # a second round with few
         splits = 2
     if s.inputs is Inputs.F32 and s.n <= s.k:  # what matrix units cut off a sum grows with k
@@ -759,7 +765,7 @@ LINEAR: Table[Linear] = (
         _matrix_route(inputs, tile, splits)
         for inputs in (Inputs.F16, Inputs.F32)
         for tile in MATRIX_TILES
-        for splits in GRID_SPLITS
+        for splits in (SMALL_TILE_SPLITS if tile is MATRIX_TILES[0] else GRID_SPLITS)
         if inputs is Inputs.F16 or tile[0] >= 64
     ),
     *(

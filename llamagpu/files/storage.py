@@ -73,6 +73,11 @@ class Layout:
         return self.k // self.group * self.scale_width * self.scale_bits // 8
 
     @property
+    def eight_scales(self) -> bool:
+        """Whether 16 bytes hold the scales of eight blocks of 32 weights, and those of a row begin there."""
+        return self.scale_bits == 16 and not self.has_offset and self.group == 32 and self.k % 256 == 0
+
+    @property
     def super_block_bytes(self) -> int:
         return 4 + SUPER_BLOCK // self.group * self.scale_width
 

@@ -59,6 +59,7 @@ def kernel_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
 # Linears
 
 Q4_WEIGHT = Weight(Storage.Q4, 71, 576)
+EIGHT_SCALES = Weight(Storage.Q4, 71, 768)  # linear_matrix loads the scales of eight blocks at once
 STORAGES = (
     Weight(Storage.Q8, 71, 576),
     Weight(Storage.F16, 71, 576),
@@ -120,12 +121,13 @@ def linear_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
 
 
 def matrix_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
-    """Every tile of linear_matrix, whole and split over k, on one storage, and one tile on all."""
+    """Every tile of linear_matrix, whole and split over k, on one storage in two widths, and one tile on all."""
     memory = gpu.caps.shared_bytes
     tiles = [r for r in routes.LINEAR if r.kernel == "linear_matrix" and routes.matrix_tile_bytes(r.consts) <= memory]
     weights = [weight for weight in STORAGES if weight.k % 64 == 0]
     first = {Role.HALVES in route.parts: route for route in reversed(tiles)}  # of f16 and of f32 inputs
-    chosen = [(route, Q4_WEIGHT) for route in tiles] + [(r, w) for w in (*weights, LONG_SUM) for r in first.values()]
+    chosen = [(route, Q4_WEIGHT) for route in tiles] + [(r, EIGHT_SCALES) for r in tiles if Role.HALVES in r.parts]
+    chosen += [(r, w) for w in (*weights, LONG_SUM) for r in first.values()]
     for route, weight in chosen[: 1 if quick else None] if gpu.caps.matrices else ():
         yield matrix_case(gpu, route, weight)
 
