@@ -103,8 +103,8 @@ def emulated(source: str, native_f16: bool) -> str:
     for kind, (name, _, _) in aliases.items():
         functions = functions.replace(kind, name)
     functions = for_tiles(unrolled(functions), tiles)
-    if not native_f16:  # then the adapter has no pack2x16float either
-        source = source.replace("pack2x16float(", "pack_any(")
+    if not native_f16:  # then pack2x16float may be missing, too
+        source = re.sub(r"\bpack2x16float\(", "pack_any(", source)
         functions = functions.replace("unpack_f16(", "unpack_any(") + INFINITIES
     return source + functions
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ from llamagpu.verify.reference import (
     HALVES,
     INT8_BLOCK,
     REQUANTISED,
+    REQUANTISED_HALVES,
     ROUNDED_F16,
     TWO_HALVES,
     Weight,
@@ -198,21 +200,26 @@ def test_linears_on_matrices(matrix_gpu, weight):
 
 
 @pytest.mark.parametrize("matrix", ["16x16"])
-def test_eight_scales_at_once(matrix_gpu):
-    """Three rounds of eight blocks: of seven splits four are empty."""
-    gpu, m, weight = matrix_gpu, 21, Weight(Q4, 70, 768)
+@pytest.mark.parametrize("rows, columns, splits", [(16, 32, 1), (16, 32, 7), (32, 64, 1)])
+def test_eight_scales_at_once(matrix_gpu, rows, columns, splits):
+    """Three rounds of eight blocks: of seven splits four are empty. Fewer rows than the plan takes."""
+    gpu, most, m, weight = matrix_gpu, 21, 18, Weight(Q4, 70, 768)
     shard, packed = weight.upload(gpu, keep_scales=True)
-    assert shard.layout.eight_scales
-    given, step, y = linear_inputs(gpu, m, weight.k, Inputs.F16), Steps(gpu), gpu.zeros(m * weight.n * 4, "y")
+    given, step = linear_inputs(gpu, most, weight.k, Inputs.F16), Steps(gpu)
+    y, make = gpu.zeros((most + 1) * weight.n * 4, "y"), Ops(gpu, step.buffer)
+    fill(gpu, y, most + 1, weight.n)
+    fill(gpu, make.partial_sums(splits * most * weight.n * 4), splits, most, weight.n)
+    tile = {"TILE_M": rows, "TILE_N": columns}
+    whole = [route for route in MATRIX_TILES if "TERMS" not in route.consts and tile.items() <= route.consts.items()]
+    table = verify_reference.only(next(route for route in whole if route.consts.get("GRID_SPLIT", 1) == splits))
+    plan = make.linear(given.x, matrix_of(shard), most, ops.store(y, matrix_of(shard)), Inputs.F16, table=table)
+    assert "block_scale_eight" in make.parts(table[0], Q4, Inputs.F16, eight_scales=shard.layout.eight_scales)
     step.write_rows(m)
+    run(gpu, plan, m)
+    got = gpu.read(y, np.float32, (most + 1) * weight.n).reshape(-1, weight.n)
     want = given.values @ verify_reference.rows_of(packed, np.arange(weight.n)).T
-    for splits in (1, 7):
-        route = next(r for r in MATRIX_TILES if r.consts["TILE_M"] == 16 and r.consts.get("GRID_SPLIT", 1) == splits)
-        table, output = verify_reference.only(route), ops.store(y, matrix_of(shard))
-        plan = Ops(gpu, step.buffer).linear(given.x, matrix_of(shard), m, output, Inputs.F16, table=table)
-        assert "array<vec4<u32>>;" in next(line for line in plan[0].source.splitlines() if "> scales:" in line)
-        run(gpu, plan, m)
-        assert_close(gpu.read(y, np.float32, m * weight.n).reshape(m, weight.n), want, *HALVES, route.needs)
+    assert_close(got[:m], want[:m], *HALVES)
+    assert (got[m:] == GUARD).all(), "wrote behind the last row"
 
 
 TWO_HALVES_TILES = [r for r in MATRIX_TILES if r.consts.get("TERMS") == 3 and r.consts["TILE_M"] == 64]
@@ -274,9 +281,27 @@ def test_f32_on_matrices_in_shards_with_splits_and_a_bias(matrix_gpu):
 def test_gated_units_on_matrices(matrix_gpu):
     tiles = [route for route in MATRIX_TILES if routes.matrix_tile_bytes(route.consts) <= matrix_gpu.caps.shared_bytes]
     whole = [route for route in tiles if not {"GRID_SPLIT", "TERMS"} & set(route.consts)]
-    for route in whole if matrix_gpu.matrices else (*whole[:2], whole[-1]):
+    for route in whole if matrix_gpu.matrices else (*whole[:3], whole[-1]):
         m = route.consts["TILE_M"] + 5
         assert_close(*swiglu_blocks(matrix_gpu, route, Inputs.F16, m, Inputs.F16), *HALVES, route.needs)
+        if "EPILOGUE_ROWS" not in route.consts and (matrix_gpu.matrices or route == whole[1]):
+            assert_close(*swiglu_blocks(matrix_gpu, route, Inputs.F16, m), *REQUANTISED_HALVES, route.needs)
+
+
+@pytest.mark.parametrize("matrix", ["16x16"])
+def test_half_blocks_of_shards(matrix_gpu):
+    gpu, m = matrix_gpu, 18
+    matrix, w, bias = upload_shards(gpu, Weight(Q4, 192, 64), Weight(Q4, 64, 64))
+    given, step, y = linear_inputs(gpu, m, 64, Inputs.F16), Steps(gpu), gpu.zeros(m * matrix.n, "y")
+    step.write_rows(m)
+    table = verify_reference.only(MATRIX_TILES[0])
+    assert table[0].consts["EPILOGUE_ROWS"] == 32
+    make, output = Ops(gpu, step.buffer), partial(ops.glu_blocks, y, matrix, Activation.SILU)
+    run(gpu, make.linear(given.x, matrix, m, output(blocks=Inputs.F16), Inputs.F16, table=table), m)
+    got = verify_reference.read_values(gpu, y, m, matrix.n // 2, Inputs.F16)
+    assert_close(got, verify_reference.swiglu(given.values @ w.T + bias), *HALVES)
+    with pytest.raises(AssertionError, match="as a whole"):
+        make.linear(given.x, matrix, m, output(), Inputs.F16, table=table)
 
 
 F32_TILES = [r for r in routes.LINEAR if r.kernel == "linear_gemm"]

@@ -689,7 +689,7 @@ def test_f32_inputs_on_matrix_units(matrix_gpu, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("matrix", ["16x16"])
-@pytest.mark.parametrize("ffn", [512, 192])
+@pytest.mark.parametrize("ffn", [512, 128])
 @pytest.mark.parametrize("rows, small", [(20, "linear_gemm_int8"), (12, "linear_gemv_batch")])
 def test_few_rows_on_matrix_units(matrix_gpu, tmp_path, monkeypatch, rows, small, ffn):
     """Linears of f16 and of int8 blocks alternate, and the norm after one that is split over k adds the splits up."""

@@ -144,17 +144,27 @@ def test_matrix_units(m, n, k, storage, kernel):
     [
         (16, 28672, 4096, 1),  # 896 tiles of 32 rows
         (16, 4096, 14336, 7),  # 128: 896 workgroups run side by side, 1024 do not
-        (9, 3072, 14336, 8),
+        (9, 3072, 8192, 8),  # ffn_down of 3B
         (32, 4096, 14336, 4),  # 64 tiles of 64 rows
         (128, 4096, 14336, 4),  # 32 of 128 rows
     ],
 )
-def test_splits_fill_a_large_gpu(m, n, k, splits):
+def test_matrix_splits_fill_a_large_gpu(m, n, k, splits):
     units, shape = replace(GPU, matrix="16x16", shared_bytes=49152), Linear(m, n, k, 32, Q4, Inputs.F16)
     route = select(routes.LINEAR, shape, units)
     tokens, rows, z = route.grid(shape, route.consts, units, m, 0)
     assert (route.kernel, route.consts.get("GRID_SPLIT", 1), z) == ("linear_matrix", splits, splits)
     assert (tokens, rows) == (1, -(-n // route.consts["TILE_N"]))
+
+
+@pytest.mark.parametrize("blocks, columns", [(Inputs.F16, 32), (Inputs.INT8, 64)])
+def test_tiles_of_gated_units(blocks, columns):
+    """Half of an int8 block cannot be stored: ffn_down of Q4_K_M, for one, reads int8 where gate_up is on matrices."""
+    units = replace(GPU, matrix="16x16", shared_bytes=49152)
+    shape = Linear(16, 28672, 4096, 32, Q4, Inputs.F16, epilogue=routes.Epilogue.GLU_BLOCKS, blocks=blocks)
+    assert select(routes.LINEAR, shape, units).consts["TILE_N"] == columns
+    down = Linear(16, 4096, 14336, 16, Q6)
+    assert routes.block_inputs([down], units) is Inputs.INT8
 
 
 def test_f32_inputs_on_matrix_units():

@@ -1,6 +1,6 @@
 // Role block_scale (see block_scale_one): the scales of eight blocks of a row are loaded at once, 16 bytes, and then used two by
 // two. The rows that a subgroup loads are far apart, so that a load of two bytes takes the cache as long as one of 16.
-// Needs K % 256 == 0, no offsets, and rounds that begin with a multiple of 8. Parts: f16.
+// Needs f16 scales without offsets, GROUP 32, K % 256 == 0, and rounds that begin with a multiple of 8. Parts: f16.
 const K: u32 = 256u;
 const GROUP: u32 = 32u;
 const SCALE_BITS: u32 = 16u;

@@ -1,14 +1,15 @@
 // Role epilogue: y[token, WIDTH / 64] = glu(gate, up) as blocks (see blocks_*). The rows of gate and up are interleaved:
 // v = (gate, up) (+ bias). The workgroup epilogue stores one block of 32 values of each token from token0 up to, not including, end,
-// TOKENS at most; with SUBGROUP_ROWS 32 half a block, of f16.
-// Needs a workgroup that covers SUBGROUP_ROWS consecutive rows, and N % 64 == 0. Parts: activation_*, blocks_*, hidden
+// TOKENS at most; with EPILOGUE_ROWS 32 half a block.
+// Needs a workgroup (of linear_matrix a subgroup) that covers EPILOGUE_ROWS consecutive rows, N % 64 == 0, and with EPILOGUE_ROWS 32
+// blocks_f16, since an int8 block has one scale. Parts: activation_*, blocks_*, hidden
 // (linear_gemm_int8 and linear_matrix have it themselves).
 const N: u32 = 64u;      // rows of this shard
 const ROW0: u32 = 0u;    // the shard's first row in the matrix
 const WIDTH: u32 = 64u;  // rows of the matrix
 const HIDDEN_BLOCKS: u32 = WIDTH / 64u;  // blocks of a token
 const TOKENS: u32 = 1u;
-const SUBGROUP_ROWS: u32 = 64u;  // 64; of linear_matrix also 32
+const EPILOGUE_ROWS: u32 = 64u;  // or 32
 const BIAS: bool = false;
 const PERSISTENT: bool = false;  // the workgroup goes on with other rows
 const WORKGROUP: u32 = 64u;
@@ -23,13 +24,13 @@ fn epilogue(token: u32, row: u32, v: vec2<f32>) {
 }
 fn workgroup_epilogue(workgroup: u32, token0: u32, end: u32, index: u32) {
   workgroupBarrier();
-  const QUARTERS = SUBGROUP_ROWS / 16u;  // of a block: 4 or 2
+  const QUARTERS = EPILOGUE_ROWS / 16u;  // of a block: 4 or 2
   for (var i0 = 0u; i0 < QUARTERS * TOKENS; i0 += EPILOGUE_LANES) {  // a quarter each; the same iterations for all invocations
     let i = min(i0 + index, QUARTERS * TOKENS - 1u);
     let token = token0 + i / QUARTERS;
     let quarter = select(workgroup % 2u * 2u + i % 2u, i % 4u, QUARTERS == 4u);
     let first = block_word(token, ROW0 / 64u + workgroup / (4u / QUARTERS), HIDDEN_BLOCKS) + layer() * (block_word(TOKENS, 0u, HIDDEN_BLOCKS) + LINE_PADDING);
-    let live = i0 + index == i && workgroup < N / SUBGROUP_ROWS && token < end;
+    let live = i0 + index == i && workgroup < N / EPILOGUE_ROWS && token < end;
     let at = token % TOKENS * 32u + quarter * 8u;
     store_block(first, HIDDEN_BLOCKS, load_hidden(at), load_hidden(at + 4u), select(quarter, index, QUARTERS == 4u), live);
   }

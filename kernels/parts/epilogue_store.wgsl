@@ -9,7 +9,7 @@ fn epilogue_prefetch(token: u32, row: u32) {}
 fn epilogue(token: u32, row: u32, v: vec2<f32>) {
   let i = token * WIDTH + ROW0 + row;
   var b = vec2<f32>();
-  if (BIAS) { b = vec2<f32>(bias[ROW0 + row], bias[min(ROW0 + row + 1u, WIDTH - 1u)]); }
+  if (BIAS) { b = vec2<f32>(bias[min(ROW0 + row, WIDTH - 1u)], bias[min(ROW0 + row + 1u, WIDTH - 1u)]); }
   if (row < N) { y[i] = v.x + b.x; }
   if (row + 1u < N) { y[i + 1u] = v.y + b.y; }
 }

@@ -1,9 +1,9 @@
 // Role tile, x as f16 blocks: load_tile(first, place, loads, at, index) loads what an invocation stages of the TILE_K k from block
-// `first` on, the place-th of a round (see block_scale_*), stage_tile stores it in x_tile and w_tile, W as f16 times its scales. tile_sources are the places where the loads begin.
-// Needs TILE_K 64, TERMS 1, GROUP % 32 == 0 or GROUP == 16. Parts: halves_*, block_scale_*; linear_matrix.
+// `first` on, the place-th of a round (see block_scale_one), stage_tile stores it in x_tile and w_tile, W as f16 times its scales.
+// tile_sources are the places where the loads begin.
+// Needs TILE_K 64, TERMS 1. Parts: halves_*, block_scale_*; linear_matrix.
 const K: u32 = 64u;
 const N: u32 = 4u;
-const GROUP: u32 = 32u;
 const TILE_M: u32 = 128u;
 const TILE_N: u32 = 128u;
 const WORKGROUP: u32 = 128u;
@@ -39,6 +39,7 @@ fn load_tile(first: u32, place: u32, loads: ptr<function, Loads>, at: ptr<functi
   for (var i = 0u; i < X_LOADS; i++) { (*loads).x[i] = x[(*at).x[i] + 4u * first]; }
 }
 
+// The first halves of the conditions tell the driver where all invocations have something to stage.
 fn stage_tile(first: u32, loads: ptr<function, Loads>, at: ptr<function, Sources>, index: u32) {
   for (var i = 0u; i < X_LOADS; i++) {
     let n = index + i * WORKGROUP;

@@ -1,4 +1,4 @@
-// Role tile, f32 x and weights: load_tile(first, place, loads, at, index) loads what an invocation stages of the TILE_K k from block `first`
+// Role tile, f32 x and weights: load_tile(first, _, loads, at, index) loads what an invocation stages of the TILE_K k from block `first`
 // on, stage_tile stores it in x_tile and w_tile, each number as the sum of two f16: hi, and in the second plane lo, what is left of
 // it. These are 21 bits of x from 0.5 and of W from 0.01 on, and of smaller ones all down to 2^-22 and 2^-28.
 // tile_sources are the places where the loads begin.

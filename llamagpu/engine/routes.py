@@ -111,6 +111,7 @@ class Linear:
     inputs: Inputs = Inputs.F32
     prologue: Prologue = Prologue.NONE
     epilogue: Epilogue = Epilogue.STORE
+    blocks: Inputs = Inputs.INT8  # the kind that its epilogue writes, if any
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,27 +555,27 @@ def int8_tile_fits(s: Linear, rows: int, splits: int) -> bool:
 
 
 # Tiles of linear_matrix, on subgroup matrices: token rows, matrix rows, strips of 16 tokens of a subgroup, teams.
-# Measured on an H200 (2026-11-16) with the matrices of Llama 1B and 8B: the wrong choice costs up to 2x. With 16 token
-# rows a large matrix is faster on matrices (8B, us: gate_up 54, by int8 79; ffn_down 29 and 34), with 8 none is. Up to
-# 64 the int8 tiles of a small one are faster (a step of 32 rows of 1B: 1933 us on matrices alone, 1504 with both). Such
-# a step of 1B, 3B and 8B takes 1331, 3585 and 5548 us with these (2026-11-18); with one team of 32 x 128, also for
-# n = 16384, whose 128 tiles are fewer than cores, 1410, 3784 and 5630.
+# Measured on an H200 (2026-11-16) with the matrices of Llama 1B and 8B: the wrong choice costs up to 2x. Up to 64 token
+# rows the int8 tiles of a small matrix are faster (a step of 32 rows of 1B: 1933 us on matrices alone, 1504 with both).
+# Such a step of 1B, 3B and 8B took 1331, 3585 and 5548 us with these (2026-11-18); with one team of 32 x 128, also for
+# n = 16384, whose 128 tiles are fewer than cores, 1410, 3784 and 5630. With 16 rows 16 x 32 is faster than 16 x 64
+# (gate_up of 8B: 54 us, 58), but makes half a block at a time, and int8 blocks must be whole.
 MATRIX_ROWS = 9  # fewest token rows
 MatrixTile = tuple[int, int, int, int]
 MATRIX_TILES: tuple[MatrixTile, ...] = (
-    *((16, 32, 1, 2), (32, 128, 2, 2), (32, 64, 2, 2)),
+    *((16, 32, 1, 2), (16, 64, 1, 2), (32, 128, 2, 2), (32, 64, 2, 2)),
     *((64, 64, 4, 2), (128, 128, 4, 1), (128, 64, 4, 2)),
 )
-SIDE_BY_SIDE = 7  # workgroups of the smallest tile on a core of an H200, by their memory
+SIDE_BY_SIDE = 7  # workgroups of the smallest tile, of 6912 bytes each, on a core of an H200, which has 48 KiB for them
 SMALL_TILE_SPLITS = (*GRID_SPLITS[:-1], 7, GRID_SPLITS[-1])
 
 
 def matrix_consts(tile: MatrixTile, inputs: Inputs) -> dict[str, int]:
     rows, columns, down, teams = tile
-    subgroup_rows = min(columns, 64)
-    workgroup = 32 * teams * (rows // (16 * down)) * (columns // subgroup_rows)
+    epilogue_rows = min(columns, 64)
+    workgroup = 32 * teams * (rows // (16 * down)) * (columns // epilogue_rows)
     consts = {"TILE_M": rows, "TILE_N": columns, "DOWN": down, "TEAMS": teams, "WORKGROUP": workgroup}
-    consts |= {"SUBGROUP_ROWS": subgroup_rows} if subgroup_rows < 64 else {}
+    consts |= {"EPILOGUE_ROWS": epilogue_rows} if epilogue_rows < 64 else {}
     return consts | ({"TILE_K": 32, "TERMS": 3} if inputs is Inputs.F32 else {})
 
 
@@ -582,7 +583,7 @@ def matrix_tile_bytes(c: Consts) -> int:
     """Workgroup memory of a tile of linear_matrix: inputs, and weights or the strips of its subgroups."""
     own = constants("linear_matrix") | dict(c)
     pitch, planes = own["TILE_K"] // 8 + 1, 2 if own["TERMS"] == 3 else 1
-    strips = c["WORKGROUP"] // 32 * 16 * (own["SUBGROUP_ROWS"] // 4 + 1)
+    strips = c["WORKGROUP"] // 32 * 16 * (own["EPILOGUE_ROWS"] // 4 + 1)
     return 16 * (planes * pitch * c["TILE_M"] + max(planes * pitch * c["TILE_N"], strips))
 
 
@@ -594,14 +595,14 @@ MATRIX_BYTES = {  # 64 rows fit in 32 KiB
 
 def matrix_tile(s: Linear, c: Caps) -> MatrixTile:
     """Small tiles where large ones are fewer than cores, unless long rows can be split; or where 32 KiB must do."""
-    if s.m <= MATRIX_TILES[0][0]:
-        return MATRIX_TILES[0]
+    if s.m <= 16:
+        return MATRIX_TILES[1] if s.epilogue.to_blocks and s.blocks is Inputs.INT8 else MATRIX_TILES[0]
     if s.m <= 32:
-        return MATRIX_TILES[1] if s.n > 16384 else MATRIX_TILES[2]
+        return MATRIX_TILES[2] if s.n > 16384 else MATRIX_TILES[3]
     if s.m <= 64 or c.shared_bytes < MATRIX_BYTES[s.inputs]:
-        return MATRIX_TILES[3]
+        return MATRIX_TILES[4]
     enough = tile_count(s, 128, 128) >= 96 or s.k >= LONG_ROWS
-    return MATRIX_TILES[4] if enough else MATRIX_TILES[5]
+    return MATRIX_TILES[5] if enough else MATRIX_TILES[6]
 
 
 def matrix_splits(s: Linear, c: Caps) -> int:
@@ -611,7 +612,7 @@ def matrix_splits(s: Linear, c: Caps) -> int:
         return 1
     rows, columns, *_ = tile = matrix_tile(s, c)
     tiles = tile_count(s, rows, columns)
-    if tile is MATRIX_TILES[0]:
+    if tile == MATRIX_TILES[0]:
         return max((splits for splits in SMALL_TILE_SPLITS if tiles * splits <= SIDE_BY_SIDE * CORES), default=1)
     splits = next((n for n in GRID_SPLITS if tiles * n >= (128 if rows == 128 else 256)), GRID_SPLITS[-1])
     if rows == 128 and CORES < tiles < 3 * CORES // 2:  # a second round with few
@@ -631,8 +632,10 @@ def on_matrices(s: Linear, c: Caps) -> bool:
         return False
     if s.inputs is Inputs.F32:
         return s.m > 64 and no_extras(s) and matrix_workgroups(s, c) >= CORES // 2
-    if s.m <= GEMV_WIDTHS[-1]:  # 1B's gate_up takes 21.2 us by GEMV and 24.8 here, the Q6 output of 8B 299 and 327
-        large = s.n * s.k > 4 * SMALL_MATRIX and s.storage is not Storage.Q6
+    if s.m <= GEMV_WIDTHS[-1]:
+        # us with 16 rows here and by GEMV: gate_up of 8B 54 and 67, of 1B 22.4 and 21.2; ffn_down of 8B 29 and 34, of
+        # 3B 14.8 and 19.1, of 1B 13 and 12.4; with tiles of 16 x 64 the Q6 output of 8B 327 and 299
+        large = s.n * s.k > (2 if s.n < s.k else 4) * SMALL_MATRIX and s.storage is not Storage.Q6
     else:
         large = max(s.n, s.k) >= LONG_ROWS
     return s.inputs is Inputs.F16 and (s.m > 64 or (s.m >= MATRIX_ROWS and large))
@@ -765,8 +768,8 @@ LINEAR: Table[Linear] = (
         _matrix_route(inputs, tile, splits)
         for inputs in (Inputs.F16, Inputs.F32)
         for tile in MATRIX_TILES
-        for splits in (SMALL_TILE_SPLITS if tile is MATRIX_TILES[0] else GRID_SPLITS)
-        if inputs is Inputs.F16 or tile[0] >= 64
+        for splits in (SMALL_TILE_SPLITS if tile == MATRIX_TILES[0] else GRID_SPLITS)
+        if (inputs is Inputs.F16 or tile[0] >= 64) and (splits == 1 or tile != MATRIX_TILES[1])
     ),
     *(
         _gemv_batch_route(width, case, fits, consts)

@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def eight_scales(self) -> bool:
-        """Whether 16 bytes hold the scales of eight blocks of 32 weights, and those of a row begin there."""
+        """Whether 16 bytes hold the scales of eight blocks of 32 weights: a row's begin at a multiple of them."""
         return self.scale_bits == 16 and not self.has_offset and self.group == 32 and self.k % 256 == 0
 
     @property

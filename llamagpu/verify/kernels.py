@@ -15,6 +15,7 @@ from llamagpu.engine.pages import PAGE
 from llamagpu.engine.routes import Attention, Epilogue, GridSize, Inputs, Linear, Prologue, Role, Route, RowWise, S
 from llamagpu.files.architectures import Activation
 from llamagpu.files.storage import Storage
+from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Gpu
 from llamagpu.verify import reference
 from llamagpu.verify.reference import (
@@ -227,10 +228,20 @@ def workgroup_epilogue_cases(gpu: Gpu) -> Iterator[Case]:
             for route in workgroup_epilogue_routes(gpu, weight.shape(m, inputs, epilogue=Epilogue.GLU_BLOCKS))[:1]:
                 shape = f"{Epilogue.GLU_BLOCKS} {weight.name}, {inputs} x, m {m}"
                 yield Case(route.kernel, shape, partial(swiglu_blocks, gpu, route, inputs, m), REQUANTISED)
-    for route in workgroup_epilogue_routes(gpu, weight.shape(70, Inputs.F16, epilogue=Epilogue.GLU_BLOCKS))[:1]:
-        for blocks, bound in ((Inputs.F16, HALVES), (Inputs.INT8, REQUANTISED_HALVES)):
-            shape = f"{Epilogue.GLU_BLOCKS} {weight.name}, f16 x, m 70, to {blocks}"
-            yield Case(route.kernel, shape, partial(swiglu_blocks, gpu, route, Inputs.F16, 70, blocks), bound)
+    for blocks, bound in ((Inputs.F16, HALVES), (Inputs.INT8, REQUANTISED_HALVES)):
+        for m in (16, 70):
+            given = replace(weight.shape(m, Inputs.F16, epilogue=Epilogue.GLU_BLOCKS), blocks=blocks)
+            if gpu.caps.matrices:
+                route = matrix_tile_route(given, gpu.caps)
+                shape = f"{Epilogue.GLU_BLOCKS} {weight.name}, f16 x, m {m}, to {blocks}"
+                yield Case(route.kernel, shape, partial(swiglu_blocks, gpu, route, Inputs.F16, m, blocks), bound)
+
+
+def matrix_tile_route(shape: Linear, caps: Caps) -> Route[Linear]:
+    """The route of linear_matrix with the tile of this shape, whether or not its matrix is large enough."""
+    rows, columns, *_ = routes.matrix_tile(shape, caps)
+    tiles = (r for r in routes.LINEAR if r.kernel == "linear_matrix" and Role.HALVES in r.parts)
+    return next(r for r in tiles if (r.consts["TILE_M"], r.consts["TILE_N"]) == (rows, columns))
 
 
 def workgroup_epilogue_routes(gpu: Gpu, shape: Linear) -> list[Route[Linear]]:
