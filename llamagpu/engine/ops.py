@@ -419,10 +419,11 @@ class Ops:
         dispatches: list[Dispatch] = []
         candidates = 0
         for shard in matrix.shards:
-            shape = replace(shard.shape(m, inputs, prologue.prologue, output.epilogue), blocks=output.blocks)
+            blocks = output.blocks if output.epilogue.to_blocks else None
+            shape = replace(shard.shape(m, inputs, prologue.prologue, output.epilogue), blocks=blocks)
             route = routes.select(table, shape, self.gpu.caps)
-            halves = output.epilogue.to_blocks and "EPILOGUE_ROWS" in route.consts
-            assert not halves or output.blocks is Inputs.F16, "an int8 block is stored as a whole"
+            halves = "EPILOGUE_ROWS" in route.consts
+            assert not halves or blocks is not Inputs.INT8, "an int8 block is stored as a whole"
             consts = shard.consts | self.tuning(route) | output.consts | {"N": shard.n, "ROW0": shard.row0}
             if output.epilogue is Epilogue.LOGITS:
                 consts["FIRST_CANDIDATE"] = candidates

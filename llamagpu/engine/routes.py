@@ -111,7 +111,7 @@ class Linear:
     inputs: Inputs = Inputs.F32
     prologue: Prologue = Prologue.NONE
     epilogue: Epilogue = Epilogue.STORE
-    blocks: Inputs = Inputs.INT8  # the kind that its epilogue writes, if any
+    blocks: Inputs | None = None  # the kind that its epilogue writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -596,7 +596,7 @@ MATRIX_BYTES = {  # 64 rows fit in 32 KiB
 def matrix_tile(s: Linear, c: Caps) -> MatrixTile:
     """Small tiles where large ones are fewer than cores, unless long rows can be split; or where 32 KiB must do."""
     if s.m <= 16:
-        return MATRIX_TILES[1] if s.epilogue.to_blocks and s.blocks is Inputs.INT8 else MATRIX_TILES[0]
+        return MATRIX_TILES[1] if s.epilogue.to_blocks and s.blocks is not Inputs.F16 else MATRIX_TILES[0]
     if s.m <= 32:
         return MATRIX_TILES[2] if s.n > 16384 else MATRIX_TILES[3]
     if s.m <= 64 or c.shared_bytes < MATRIX_BYTES[s.inputs]:
