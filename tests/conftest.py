@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,9 +107,11 @@ def fused_gpu() -> Any:
 
 
 @pytest.fixture
-def matrix_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch, matrix: str) -> Any:
+def matrix_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch, matrix: str) -> Iterator[Any]:
     """The device, which runs kernels with these subgroup matrices whether it has them or not."""
     from emulated_matrices import emulated
+
+    from llamagpu.engine import routes
 
     monkeypatch.setattr(gpu, "caps", replace(gpu.caps, matrix=matrix))
     if gpu.matrices and matrix not in gpu.matrices:
@@ -120,4 +123,6 @@ def matrix_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch, matrix: str) -> Any:
             return create(emulated(source, gpu.caps.native_f16) if "subgroup_matrix" in source else source, label)
 
         monkeypatch.setattr(gpu.native, "create_module", create_emulated)
-    return gpu
+    routes._select.cache_clear()  # tests change what it compares with
+    yield gpu
+    routes._select.cache_clear()

@@ -122,6 +122,9 @@ def test_int8_tiles_fill_a_large_gpu(n, k):
         (9, 28672, 4096, Q4, "linear_matrix"),
         (8, 28672, 4096, Q4, "linear_gemv_batch"),
         (16, 4096, 4096, Q4, "linear_gemv_batch"),
+        (16, 16384, 2048, Q4, "linear_gemv_batch"),  # gate_up and ffn_down of 1B
+        (16, 2048, 8192, Q4, "linear_gemv_batch"),
+        (16, 3072, 8192, Q4, "linear_matrix"),  # ffn_down of 3B
         (512, 16384, 2048, Storage.BF16, "linear_gemm_int8"),  # may be beyond f16
     ],
 )

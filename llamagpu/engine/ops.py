@@ -43,6 +43,10 @@ class Output:
     parts: tuple[str, ...] = ()
     blocks: Inputs = Inputs.INT8  # the kind that it writes, if any
 
+    @property
+    def written_blocks(self) -> Inputs | None:
+        return self.blocks if self.epilogue.to_blocks else None
+
 
 @dataclass(frozen=True, slots=True)
 class PrologueSpec:
@@ -419,7 +423,7 @@ class Ops:
         dispatches: list[Dispatch] = []
         candidates = 0
         for shard in matrix.shards:
-            blocks = output.blocks if output.epilogue.to_blocks else None
+            blocks = output.written_blocks
             shape = replace(shard.shape(m, inputs, prologue.prologue, output.epilogue), blocks=blocks)
             route = routes.select(table, shape, self.gpu.caps)
             halves = "EPILOGUE_ROWS" in route.consts
@@ -586,7 +590,8 @@ class Ops:
         """
         dispatches = []
         for shard in matrix.shards:
-            linear = replace(shard.shape(m, inputs, epilogue=output.epilogue), n=matrix.n)
+            linear = shard.shape(m, inputs, epilogue=output.epilogue)
+            linear = replace(linear, n=matrix.n, blocks=output.written_blocks)
             shape = ExpertLinear(linear, choices.experts, choices.used, routes.groups_experts(m))
             route = routes.select(table, shape, self.gpu.caps)
             consts = shard.consts | self.tuning(route) | output.consts | {"N": matrix.n, "ROW0": 0}

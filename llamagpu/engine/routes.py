@@ -710,7 +710,7 @@ def _matrix_route(inputs: Inputs, tile: MatrixTile, splits: int) -> Route[Linear
     rows, columns, *_ = tile
     least = "m > 64" if inputs is Inputs.F32 else f"m >= {MATRIX_ROWS} (a small matrix: more)"
     needs = f"{inputs} x, k % 64 = 0, group % 32 = 0 or 16, {least}, matrix units, tiles of {rows} x {columns}"
-    needs += f", k split {splits} times" if splits > 1 else ""
+    needs += f", k split {splits} times" if splits > 1 else ", int8 results" if tile == MATRIX_TILES[1] else ""
     consts = matrix_consts(tile, inputs) | {"EPILOGUE_LANES": 32, "TOKENS": 16}
     consts |= {"GRID_SPLIT": splits} if splits > 1 else {}
     weights = Role.WEIGHT if inputs is Inputs.F32 else Role.HALVES

@@ -231,7 +231,7 @@ def workgroup_epilogue_cases(gpu: Gpu) -> Iterator[Case]:
     for blocks, bound in ((Inputs.F16, HALVES), (Inputs.INT8, REQUANTISED_HALVES)):
         for m in (16, 70):
             given = replace(weight.shape(m, Inputs.F16, epilogue=Epilogue.GLU_BLOCKS), blocks=blocks)
-            if gpu.caps.matrices:
+            if gpu.caps.matrices and routes.tiles_of_blocks(given, gpu.caps):
                 route = matrix_tile_route(given, gpu.caps)
                 shape = f"{Epilogue.GLU_BLOCKS} {weight.name}, f16 x, m {m}, to {blocks}"
                 yield Case(route.kernel, shape, partial(swiglu_blocks, gpu, route, Inputs.F16, m, blocks), bound)
