@@ -14,7 +14,6 @@ from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files import repack as rp
 from llamagpu.files.gguf_file import BLOCKS, GgufFile, RawTensor
 from llamagpu.files.storage import (
-    Layout,
     Storage,
     concat,
     dequantize,
@@ -43,15 +42,6 @@ CORNER_F16_OFFSETS = np.array([0.0, -0.0, 1.0, -1.0, 6e-8, -6e-8, 6.1e-5, 0.1, 6
 def test_every_type_has_a_case():
     assert set(QUANTS) == set(rp.FORMATS)
     assert set(QUANTS + FLOATS) == set(BLOCKS) == {*rp.FORMATS, *rp.FLOATS}
-
-
-def test_eight_scales():
-    """Only f16 scales of 32 weights each, without anything between them, and whole eights in a row."""
-    eight = Layout(Storage.Q4, 768, 32, scale_bits=16)
-    assert eight.eight_scales and replace(eight, storage=Storage.Q8).eight_scales
-    others = ({"k": 576}, {"group": 16}, {"group": 128}, {"has_offset": True}, {"scale_bits": 32}, {"scale_bits": 8})
-    assert not any(replace(eight, **other).eight_scales for other in others)
-    assert not Layout(Storage.F16, 768, 768).eight_scales
 
 
 def set_f16(ggml_type, blocks, values):

@@ -13,7 +13,7 @@ import pytest
 
 from llamagpu.engine import routes
 from llamagpu.engine.routes import Attention, Epilogue, Inputs, Linear, Prologue, RowWise, fold, select
-from llamagpu.files.storage import Storage
+from llamagpu.files.storage import Layout, Storage
 from llamagpu.gpu import shaders
 from llamagpu.gpu.caps import MATRICES, Caps
 
@@ -158,6 +158,15 @@ def test_matrix_splits_fill_a_large_gpu(m, n, k, splits):
     tokens, rows, z = route.grid(shape, route.consts, units, m, 0)
     assert (route.kernel, route.consts.get("GRID_SPLIT", 1), z) == ("linear_matrix", splits, splits)
     assert (tokens, rows) == (1, -(-n // route.consts["TILE_N"]))
+
+
+def test_eight_scales():
+    """Only f16 scales of 32 weights each, without anything between them, and whole eights in a row."""
+    eight = Layout(Q4, 768, 32, scale_bits=16)
+    assert routes.eight_scales(eight) and routes.eight_scales(replace(eight, storage=Storage.Q8))
+    others = ({"k": 576}, {"group": 16}, {"group": 128}, {"has_offset": True}, {"scale_bits": 32}, {"scale_bits": 8})
+    assert not any(routes.eight_scales(replace(eight, **other)) for other in others)
+    assert not routes.eight_scales(Layout(Storage.F16, 768, 768))
 
 
 @pytest.mark.parametrize("blocks, columns", [(Inputs.F16, 32), (Inputs.INT8, 64)])

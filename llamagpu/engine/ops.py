@@ -450,7 +450,7 @@ class Ops:
                     epilogue,
                     blocks=output.blocks,
                     experts=matrix.experts > 1,
-                    eight_scales=shard.layout.eight_scales,
+                    eight_scales=routes.eight_scales(shard.layout),
                 ),
                 *own,
                 *prologue.parts,

@@ -595,7 +595,7 @@ MATRIX_BYTES = {  # 64 rows fit in 32 KiB
 
 def matrix_tile(s: Linear, c: Caps) -> MatrixTile:
     """Small tiles where large ones are fewer than cores, unless long rows can be split; or where 32 KiB must do."""
-    if s.m <= 16:
+    if s.m <= MATRIX_TILES[0][0]:
         return MATRIX_TILES[1] if s.epilogue.to_blocks and s.blocks is not Inputs.F16 else MATRIX_TILES[0]
     if s.m <= 32:
         return MATRIX_TILES[2] if s.n > 16384 else MATRIX_TILES[3]
@@ -639,6 +639,11 @@ def on_matrices(s: Linear, c: Caps) -> bool:
     else:
         large = max(s.n, s.k) >= LONG_ROWS
     return s.inputs is Inputs.F16 and (s.m > 64 or (s.m >= MATRIX_ROWS and large))
+
+
+def eight_scales(layout: Layout) -> bool:
+    """Whether linear_matrix can load the scales of eight blocks of 32 weights at once, as 16 bytes."""
+    return layout.scale_bits == 16 and not layout.has_offset and layout.group == 32 and layout.k % 256 == 0
 
 
 def block_inputs(shards: Iterable[Linear], c: Caps) -> Inputs:

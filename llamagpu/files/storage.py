@@ -73,11 +73,6 @@ class Layout:
         return self.k // self.group * self.scale_width * self.scale_bits // 8
 
     @property
-    def eight_scales(self) -> bool:
-        """Whether 16 bytes hold the scales of eight blocks of 32 weights: a row's begin at a multiple of them."""
-        return self.scale_bits == 16 and not self.has_offset and self.group == 32 and self.k % 256 == 0
-
-    @property
     def super_block_bytes(self) -> int:
         return 4 + SUPER_BLOCK // self.group * self.scale_width
 
