@@ -16,6 +16,7 @@ from llamagpu import Llama
 
 TIMEOUT_S = 60.0
 HELLO: Any = [{"role": "user", "content": "hello you"}]
+GREEDY = {"temperature": 0}  # the client of messages has no argument for it
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Oslo"]}},
@@ -165,6 +166,7 @@ def test_structured_and_called_responses(client: openai.OpenAI) -> None:
             {"type": "function_call_output", "call_id": call.call_id, "output": "warm"},
         ],
         max_output_tokens=2,
+        temperature=0,
     )
     assert later.output
     with pytest.raises(openai.BadRequestError) as refused:
@@ -197,7 +199,7 @@ def test_strict_tools(client: openai.OpenAI, claude: anthropic.Anthropic) -> Non
 
 def test_messages(claude: anthropic.Anthropic) -> None:
     request: Any = {"model": MODEL, "messages": HELLO, "system": "Be brief.", "max_tokens": 8}
-    request["extra_body"] = {"temperature": 0}  # the client has no argument for it
+    request["extra_body"] = GREEDY
     whole = claude.messages.create(**request)
     assert (whole.role, whole.stop_reason, whole.usage.output_tokens) == ("assistant", "max_tokens", 8)
     text = whole.content[0].text  # type: ignore[union-attr]
@@ -231,8 +233,9 @@ def test_messages_with_tools(claude: anthropic.Anthropic) -> None:
         {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}}]},
         {"role": "user", "content": [result, {"type": "text", "text": "and?"}]},
     ]
-    assert claude.messages.create(model=MODEL, messages=messages, max_tokens=2).content
-    thought = claude.messages.create(model=MODEL, messages=[{"role": "user", "content": "think"}], max_tokens=4)
+    assert claude.messages.create(model=MODEL, messages=messages, max_tokens=2, extra_body=GREEDY).content
+    think: Any = [{"role": "user", "content": "think"}]
+    thought = claude.messages.create(model=MODEL, messages=think, max_tokens=4, extra_body=GREEDY)
     assert thought.content[0].type == "thinking"
 
 
