@@ -22,7 +22,7 @@ SLOW_TO_COMPILE = re.compile(
     r"""
     test_architectures.py::( test_fused_decode_in_several_kernels | test_fused_decode_in_several_splits\[gemma3-True
         | test_workgroups_share_query_heads\[q8_0 | test_heads_of_256_rotate_in_attention | test_fused_decode\[qwen3moe
-        | test_nothing_is_read_before_the_wait_is_over\[f32 | test_with_tint_what_is_late_comes_from_its_copy
+        | test_with_tint_what_is_late_comes_from_its_copy
         | test_gate_and_up_of_experts_have_two_types | test_experts_in_shards\[gpt-oss )
     | test_bench.py::test_synthetic_weights_keep_activations_finite\[.*-buffers
     | test_dawn.py::test_matrices_compile\[(8x8|16x8)
@@ -32,16 +32,18 @@ SLOW_TO_COMPILE = re.compile(
         | test_a_plain_model_needs_few_bindings\[(f32|q8_0)
         | test_a_driver_that_refuses_a_kernel_of_different_types | test_with_tint\[(qwen2|2.heads)
         | test_after_a_time_out_nobody_waits\[True | test_a_bias_that_some_layers_lack\[lacking[123]
-        | test_shards_share_the_inputs_of_the_first_prologue\[attn_v | test_the_same_text_by_other_means\[.*UNCHECKED
-        | test_a_matrix_that_does_not_fit_a_slab
-        | test_a_barrier_that_times_out_in_the_100th_token\[(sampled-a|greedy-one)
-        | test_nothing_is_read_before_the_wait_is_over\[(high|fast-too) )
+        | test_the_same_text_by_other_means\[.*UNCHECKED | test_a_matrix_that_does_not_fit_a_slab
+        | test_a_barrier_that_times_out_in_the_100th_token\[(sampled-a|greedy-one) )
     | test_fused_experts.py::( test_fused_experts\[(mixtral.*fast|olmoe|qwen3moe.*high|granitemoe)
         | test_inputs_that_workgroup_memory_does_not_hold )
-    | test_kernels_attention.py::( test_attend_in_splits_with_16_lanes_per_position | test_attend_in_splits\[4of128.*-2-
+    | test_kernels_attention.py::( test_attend_in_splits_with_16_lanes_per_position
+        | test_attend_in_splits\[4of128( .*-2- | .*window.*(-f16|-f32)\] | -kv2-q8_0.*(-f16|-int8)\] )
         | test_attend_tile\[(2of64|6of64).*-(int8|f16)\] | test_attend_over_the_longest_context\[full-attend_tile-256 )
     | test_kernels_linear.py::( test_linear\[full-linear_gemm_int8-(q4/32\+-f32|q4/16|q8/32\+|q6/16-f32)
-        | test_linear_gemv_fused\[(q4/32\+|q6|q8|bf16).*-f32\] | test_gated_units_on_matrices\[(8x8|16x8)
+        | test_linear\[full-linear_gemm_int8,tile_m=( 16.*grid_split=[28] | 32.*grid_split=[24] | 64.*grid_split=[48]
+            | (32|64).*-8193 | (16|32).*-q8/16 )
+        | test_swiglu_to_int8_blocks\[full-linear_gemm_int8,tile_m=32
+        | test_linear_gemv_fused\[(q4/32\+|q6|q8|f16|bf16).*-f32\] | test_gated_units_on_matrices\[(8x8|16x8)
         | test_tiles_stay_in_workgroup_memory\[.*grid_split | test_epilogue_qkv\[linear_(gemm|rows)-kv_f16 )
     | test_model.py::( test_model\[(types.from|1.head|head_dim.80|head_dim.48) | test_int8_attention\[8.heads
         | test_int8_activations\[types | test_f32_inputs_on_matrix_units
@@ -104,6 +106,18 @@ def fused_gpu() -> Any:
         pytest.skip("fused decode needs subgroups of 4 or more")
     found.caps = replace(found.caps, compares_fused=False)  # most tests compare, with float64
     return found
+
+
+@pytest.fixture
+def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that only read the source of fused kernels: none is compiled."""
+    from llamagpu.engine.fused_decode import FusedDecode
+
+    def probe(self: FusedDecode, _: Any) -> bool:
+        self.grid = self.grid_sizes()[0]
+        return True
+
+    monkeypatch.setattr(FusedDecode, "probe", probe)
 
 
 @pytest.fixture

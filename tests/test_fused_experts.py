@@ -165,13 +165,13 @@ def test_with_tint(fused_gpu, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("precision", list(Precision))
-def test_nothing_is_read_before_the_wait_is_over(fused_gpu, tmp_path, precision):
+def test_nothing_is_read_before_the_wait_is_over(fused_gpu, unprobed, tmp_path, precision):
     fused = fused_of(load_one(fused_gpu, write(tmp_path / "m.gguf", QWEN), precision=precision))
     # x | raw | q, keys, values | partial, stats, x | mid | mid, logits | act, logits, mid
     assert late_reads(fused.stages([0, 1])) == 14
 
 
-def test_all_workgroups_choose(fused_gpu, tmp_path):
+def test_all_workgroups_choose(fused_gpu, unprobed, tmp_path):
     """Down reads the choice from workgroup memory: also where gate and up have rows for fewer workgroups."""
     fused = fused_of(load_one(fused_gpu, write(tmp_path / "m.gguf", GRANITE_MOE)))
     fused.grid = GridSize(128, 512)
@@ -193,7 +193,7 @@ def test_the_plan_is_what_is_allocated(fused_gpu, tmp_path, precision):
     path = write(tmp_path / "m.gguf", QWEN)
     before, source = fused_gpu.allocated_bytes, engine_load.open_source(path)
     planned = engine_load.plan_memory(source, settings(precision), fused_gpu, loading=False).total
-    run = load_one(fused_gpu, path, precision=precision)
+    run = load_one(fused_gpu, path, precision=precision, chunk=16)
     tables = sum(table.size for table in fused_of(run).layer_tables.values())
     assert fused_gpu.allocated_bytes - before == planned + tables
 

@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,13 +48,14 @@ PRECISIONS = pytest.mark.parametrize("precision", list(Precision))
 
 
 def check_against_reference(run: OneSequence, path: Path) -> None:
-    """A prompt of 13 tokens, three single steps, and 14 more at once. (2 to 8 rows have other kernels, which take
-    long to compile: see test_chunks_make_no_difference.)"""
-    ids, reference = token_ids(30), reference_of(run, path)
+    """A prompt, three single steps, and as many tokens more at once. The kernels of other widths take long to compile:
+    see test_chunks_make_no_difference."""
+    prompt = 13 if run.model.int8_prefill else 18
+    ids, reference = token_ids(2 * prompt + 3), reference_of(run, path)
     rounded = run.model.weights.layers[0].qkv.shards[0].layout.storage.two_bytes
     int8 = INT8_WEIGHTS if rounded else INT8
     bounds = int8 if run.model.int8_decode else CACHE_BOUNDS[run.engine.settings.kv_type]
-    for start, end in ((0, 13), (13, 14), (14, 15), (15, 16), (16, 30)):
+    for start, end in pairwise((0, prompt, prompt + 1, prompt + 2, prompt + 3, 2 * prompt + 3)):
         want = reference.forward(ids[start:end])[-1]
         assert_close(run.logits_after(ids[start:end]), want, *bounds, f"tokens {start} to {end}")
 
@@ -372,7 +373,7 @@ def test_sequences_of_one_step_do_not_see_each_other(gpu, tmp_path, precision, k
 def test_progress_counts_every_chunk(run):
     seen: list[tuple[int, int]] = []
     run.prefill(token_ids(33), lambda done, total: seen.append((done, total)))
-    assert seen == [(0, 33), (16, 33), (32, 33), (33, 33)]
+    assert seen == [(0, 33), (18, 33), (33, 33)]
 
 
 def test_continue_after_truncate(run, tiny):
