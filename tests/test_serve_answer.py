@@ -16,6 +16,7 @@ from llamagpu.results import Logprob, Token
 from llamagpu.serve.answer import Answer
 from llamagpu.serve.logprobs import ScoredTokens
 from llamagpu.serve.tools import (
+    CHANNELS,
     HERMES,
     LLAMA3,
     MISTRAL,
@@ -23,7 +24,10 @@ from llamagpu.serve.tools import (
     call_id,
     call_or_answer,
     call_schema,
+    channel_calls,
     closed,
+    described,
+    for_channels,
     style_of,
     with_generic_prompt,
 )
@@ -33,6 +37,8 @@ ARGUMENTS = '{"a": "}\\"{", "b": [1, {"c": 2}]}'
 HERMES_CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
 F = [("call", "f"), ("arguments", ARGUMENTS)]
 ONE = [("call", "f"), ("arguments", '{"x": 1}')]
+TO_F = '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}'
+TO_G = TO_F.replace("functions.f", "functions.g")
 CASES: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
     ("hello <b> <tool_call", {"style": HERMES}, [("content", "hello <b> <tool_call")]),
     (HERMES_CALL, {"style": HERMES}, F),
@@ -62,7 +68,25 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
     (f"<|channel|>analysis<|message|>a<|end|>{FINAL.replace('final', 'analysis')}b<|end|>{FINAL}answer", {},
      [("reasoning", "ab"), ("content", "answer")]),
     (FINAL.removeprefix("<|start|>assistant") + "answer", {"style": HERMES}, [("content", "answer")]),
-    ("<|channel|>commentary<|message|>x", {}, [("content", "<|channel|>commentary<|message|>x")]),
+    ("<|channel|>commentary<|message|>x", {}, [("content", "x")]),
+    (f"<|channel|>commentary<|message|>x<|end|>{FINAL}y", {}, [("content", "xy")]),
+    (f"<|channel|>analysis<|message|>hm<|end|>{TO_F}", {"style": CHANNELS}, [("reasoning", "hm"), *ONE]),
+    (f"<|channel|>commentary<|message|>I look.<|end|>{TO_F}", {"style": CHANNELS}, [("content", "I look."), *ONE]),
+    (f"{TO_F}<|end|>{TO_F} ", {"style": CHANNELS}, [*ONE, *ONE]),
+    ('<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"x": 1}', {"style": CHANNELS}, ONE),
+    (' to=functions.f<|channel|>commentary <|constrain|>json<|message|>\n{"x": 1}', {"style": CHANNELS}, ONE),
+    ('<|channel|>analysis to=functions.f code<|message|>{"x": 1}', {"style": CHANNELS}, ONE),
+    ('<|channel|>commentary to=functions.f<|message|>{"x"', {"style": CHANNELS},
+     [("call", "f"), ("arguments", '{"x"')]),
+    ("<|channel|>commentary to=functions.f <|constr", {"style": CHANNELS}, []),
+    ("<|channel|>commentary to=functions.f<|message|>", {"style": CHANNELS}, []),
+    (TO_G, {"style": CHANNELS}, [("content", TO_G)]),  # no such function
+    (TO_G[:-8] + "code", {"style": CHANNELS}, [("content", TO_G[:-8] + "code")]),
+    (TO_F, {}, [("content", TO_F)]),  # no tools were offered
+    (f"{FINAL} to=functions.f <tool_call>", {"style": CHANNELS}, [("content", " to=functions.f <tool_call>")]),
+    (" to be", {"style": CHANNELS}, [("content", " to be")]),
+    ('f <|constrain|>json<|message|>{"x": 1}', {"style": CHANNELS, "in_call": True}, ONE),
+    ("f <|cons", {"style": CHANNELS, "in_call": True}, []),
     ("<|sta", {}, [("content", "<|sta")]),
     ("<thin", {}, [("content", "<thin")]),
     (" <thing>", {}, [("content", " <thing>")]),
@@ -129,6 +153,7 @@ def test_styles() -> None:
     assert style_of("{% if tools %}<tool_call>{% endif %}") == (HERMES, True)
     assert style_of("{% if tools %}[TOOL_CALLS]{% endif %}") == (MISTRAL, True)
     assert style_of("{% if tools %}<|python_tag|>{% endif %}") == (LLAMA3, True)
+    assert style_of("{% if tools %}<|start|>functions.{% endif %}") == (CHANNELS, True)
     assert style_of("{% if tools %}<tool_call><function=f>{% endif %}") == (HERMES, False)
     assert len(call_id(MISTRAL)) == 9 and call_id(MISTRAL).isalnum() and call_id(HERMES).startswith("call_")
 
@@ -142,6 +167,7 @@ def test_styles() -> None:
         ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", HERMES, True),
         ("mistralai-Mistral-Nemo-Instruct-2407", MISTRAL, True),
         ("Mistral-Small-3.2-24B-Instruct-2506", MISTRAL, True),
+        ("openai-gpt-oss-120b", CHANNELS, True),
         ("Qwen3-Coder", HERMES, False),  # calls in XML
         ("google-gemma-2-2b-it", HERMES, False),
         ("microsoft-Phi-3.5-mini-instruct", HERMES, False),
@@ -189,6 +215,32 @@ def test_real_templates_show_tools_calls_and_results(name: str) -> None:
     ]
     text = render(templates()[name], messages, bos_token="<s>", eos_token="</s>", tools=[tool])
     assert '"of a city"' in text and '"city": "Rome"' in text and "warm" in text
+
+
+def test_the_template_of_gpt_oss_shows_calls_and_results() -> None:
+    """It has one call in a message, and names the result after the last call."""
+    calls = [
+        {"id": name, "type": "function", "function": {"name": name, "arguments": {"city": city}}}
+        for name, city in (("weather", "Rome"), ("time", "Oslo"))
+    ]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "content": "noon", "tool_call_id": "time"},
+        {"role": "tool", "content": "warm", "tool_call_id": "weather"},
+    ]
+    tools = [described({"type": "function", "function": {"name": name}}) for name in ("weather", "time")]
+    text = render(templates()["openai-gpt-oss-120b"], for_channels(messages), bos_token="", eos_token="", tools=tools)
+    assert "type weather = () => any;" in text
+    assert text.endswith(
+        "<|start|>user<|message|>hello<|end|><|start|>assistant<|channel|>analysis<|message|>hm\n\nI look.<|end|>"
+        '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>'
+        '<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"warm"<|end|>'
+        '<|start|>assistant to=functions.time<|channel|>commentary json<|message|>{"city": "Oslo"}<|call|>'
+        '<|start|>functions.time to=assistant<|channel|>commentary<|message|>"noon"<|end|><|start|>assistant'
+    )
+    rest = [{"role": "assistant", "content": "a", "reasoning_content": "b"}, {"role": "tool", "content": "c"}]
+    assert for_channels(rest) == rest
 
 
 def test_closed_schemas() -> None:
@@ -255,3 +307,40 @@ def test_a_call_or_an_answer(style: ToolStyle, calls: list[str], others: list[st
     for text in ["tru", "1", "", *others]:
         assert not matches(text), text
     assert matches(calls[0], single) and matches("true", single) and not matches(f"{calls[0]}\n{calls[0]}", single)
+
+
+MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>")
+
+
+@pytest.mark.parametrize("control", [True, False])
+def test_calls_of_gpt_oss(control: bool) -> None:
+    """Forced after the beginning of their header, and beside an answer."""
+    vocabulary = spm_vocab(288 + len(MARKS))
+    if control:
+        vocabulary["tokenizer.ggml.tokens"][288:] = list(MARKS)
+        vocabulary["tokenizer.ggml.token_type"][288:] = 3
+    tokenizer = Tokenizer.from_gguf(vocabulary)
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": False}
+    tools = [{"function": {"name": "f", "parameters": schema}}, {"function": {"name": "g"}}]
+    tokens = GrammarVocabulary(tokenizer, tokenizer.vocab_size)
+
+    def matches(text: str, answer: Any) -> bool:
+        matcher = Matcher(Grammar.lark(channel_calls(tools, tokenizer, answer)), tokens)
+        for part in re.split(r"(<\|\w+\|>)", text):
+            for id in tokenizer.encode(part, bos=False) if part in MARKS and control else tokenizer.encode_inner(part):
+                if not allowed_tokens(matcher.mask(), tokenizer.vocab_size)[id]:
+                    return False
+                matcher.accept(id)
+        return matcher.finished
+
+    def call(name: str, arguments: str) -> str:
+        return f"{name} <|constrain|>json<|message|>{arguments}"
+
+    right = call("f", '{"x": 1}')
+    assert matches(right, None) and matches(call("g", '{"y": "z"}'), None)
+    for wrong in (call("f", '{"y": 1}'), call("h", '{"x": 1}'), '{"x": 1}', "true"):
+        assert not matches(wrong, None), wrong
+    boolean = {"type": "boolean"}
+    assert matches("<|channel|>final<|message|>true", boolean) and matches(CHANNELS.begin + right, boolean)
+    for wrong in ("true", right, CHANNELS.begin + call("f", "true")):
+        assert not matches(wrong, boolean), wrong

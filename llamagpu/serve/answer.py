@@ -5,17 +5,22 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
-from llamagpu.files.tokenizer import FINAL_CHANNEL
 from llamagpu.llama import possible_stop
-from llamagpu.serve.tools import MISTRAL, ToolStyle, call_id
+from llamagpu.serve.tools import CHANNELS, MISTRAL, ToolStyle, call_id
 
+MESSAGE_END = "<|end|>"  # gpt-oss writes several messages, each with a header
 THINK_TAGS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
-    ("<|channel|>analysis<|message|>", "<|end|>"),  # gpt-oss
+    ("<|channel|>analysis<|message|>", MESSAGE_END),
 )
-MORE_REASONING = "<|start|>assistant<|channel|>analysis<|message|>"
-CONTENT_TAGS = (f"<|start|>assistant{FINAL_CHANNEL}", FINAL_CHANNEL)
+# The one whom a message is for stands before the channel or after it; "json" or the like may follow.
+HEADER = re.compile(
+    r"(?:<\|start\|>assistant)?(?: ?to=functions\.([\w.-]+) ?)?<\|channel\|>(analysis|commentary|final)"
+    r"(?: ?to=functions\.([\w.-]+))?(?: ?(?:<\|constrain\|>)?\w+)?<\|message\|>"
+)
+HEADER_BEGINS = ("<|start|>assistant", "<|channel|>")
+LONGEST_HEADER = 300
 
 
 class Delta(NamedTuple):
@@ -44,9 +49,13 @@ class Answer:
         self._raw = ""  # the text of a call, for the case that it is none
         self._begun = False  # whether content has come
         self._in_call = in_call
+        self._arguments = JsonEnd()  # of a call of gpt-oss
+        self._in_message = False  # whether the content is a message of gpt-oss
         self._end_tag = thinking or ""
         self._scanner = CallScanner(style) if style and in_call else None
         self._state = self._think if thinking else self._call if in_call else self._first
+        if in_call and style is CHANNELS:
+            self._held, self._state = style.forced, self._header
 
     def push(self, text: str) -> list[Delta]:
         self._held += text
@@ -68,6 +77,8 @@ class Answer:
         style, scanner = self.style, self._scanner
         if style is None:
             return False
+        if style is CHANNELS:
+            return self._state == self._header
         if self._state != self._call:
             return self.calls > 0 and style.begin.startswith(rest.strip())
         if self._in_call or (scanner and scanner.name):
@@ -94,7 +105,7 @@ class Answer:
                 return
             if begin.startswith(text):
                 return
-        self._state = self._after_think
+        self._state = self._header
         yield from ()
 
     def _think(self) -> Iterator[Delta]:
@@ -102,30 +113,65 @@ class Answer:
             self._held = self._held.lstrip("\n")
         before, tag, after = self._held.partition(self._end_tag)
         if tag:
-            self._held, self._state, self._begun = after, self._after_think, False
+            self._held, self._state, self._begun = after, self._header, False
             yield from content("reasoning", before.rstrip("\n"))
         else:
             shown = len(before) - undecided(before, self._end_tag)
             self._held, self._begun = before[shown:], self._begun or shown > 0
             yield from content("reasoning", before[:shown])
 
-    def _after_think(self) -> Iterator[Delta]:
+    def _header(self) -> Iterator[Delta]:
+        """The header of a message of gpt-oss, or text."""
         if self._end_tag:
             self._held = self._held.lstrip("\n")
-        if self._end_tag and self._held.startswith(MORE_REASONING):
-            self._held, self._state = self._held[len(MORE_REASONING) :], self._think
+        text = self._held
+        if found := HEADER.match(text):
+            name, channel, rest = found[1] or found[3], found[2], text[found.end() :]
+            if name is None:
+                self._held, self._in_message = rest, True
+                self._state = self._text
+                if channel == "analysis":
+                    self._end_tag, self._state = MESSAGE_END, self._think
+                return
+            if self.style is CHANNELS and name in self.names:
+                if not rest.strip():
+                    return
+                if rest.lstrip().startswith("{"):
+                    self._held, self._state, self._arguments = rest.lstrip(), self._pass_on, JsonEnd()
+                    yield Delta("call", name, self.calls, call_id(self.style))
+                    self.calls += 1
+                    return
+        elif self._may_be_header(text):
             return
-        tag = next((tag for tag in CONTENT_TAGS if self._held.startswith(tag)), "")
-        if tag or (self._held and not any(tag.startswith(self._held) for tag in (*CONTENT_TAGS, MORE_REASONING))):
-            self._held, self._state = self._held[len(tag) :], self._text
+        self._state = self._text
+
+    def _may_be_header(self, text: str) -> bool:
+        begins = (*HEADER_BEGINS, " to=functions.") if self.style is CHANNELS else HEADER_BEGINS
+        begun = any(begin.startswith(text) or text.startswith(begin) for begin in begins)
+        return begun and "<|message|>" not in text and len(text) < LONGEST_HEADER
+
+    def _pass_on(self) -> Iterator[Delta]:
+        """The arguments of a call of gpt-oss."""
+        end = self._arguments.find(self._held)
+        piece, self._held = (self._held, "") if end is None else (self._held[:end], self._held[end:])
+        if piece:
+            yield Delta("arguments", piece, self.calls - 1)
+        if end is not None:
+            self._state = self._after_message
+
+    def _after_message(self) -> Iterator[Delta]:
+        """Another message may come."""
+        self._held = self._held.lstrip()
+        if self._held.startswith(MESSAGE_END):
+            self._held = self._held[len(MESSAGE_END) :]
+        elif not self._held or MESSAGE_END.startswith(self._held):
+            return
+        self._in_message, self._state = False, self._header
         yield from ()
 
     def _text(self) -> Iterator[Delta]:
         style = self.style
-        if style is None:
-            yield from self._content(len(self._held))
-            return
-        if style.bare and not self._begun and not self.calls:
+        if style and style.bare and not self._begun and not self.calls:
             text = self._held.lstrip()
             if not text:
                 return
@@ -133,13 +179,19 @@ class Answer:
                 self._held = text
                 self._begin_call()
                 return
-        before, tag, after = self._held.partition(style.begin)
-        if tag:
-            yield from self._content(len(before))
-            self._held, self._raw = after, tag
-            self._begin_call()
+        call = style.begin if style and style is not CHANNELS else None
+        tags = [tag for tag in (call, MESSAGE_END if self._in_message else None) if tag]
+        places = {self._held.find(tag): tag for tag in tags if tag in self._held}
+        if not places:
+            yield from self._content(len(self._held) - possible_stop(self._held, tags))
             return
-        yield from self._content(len(before) - possible_stop(before, [style.begin]))
+        place, tag = min(places.items())
+        yield from self._content(place)
+        if tag == MESSAGE_END:
+            self._state = self._after_message
+            return
+        self._held, self._raw = self._held.partition(tag)[2], tag
+        self._begin_call()
 
     def _content(self, count: int) -> Iterator[Delta]:
         text = self._held[:count]

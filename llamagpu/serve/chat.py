@@ -12,7 +12,18 @@ from llamagpu.serve.errors import ApiError, as_api_error, invalid
 from llamagpu.serve.formats import Format
 from llamagpu.serve.generating import check_length, generations
 from llamagpu.serve.parameters import Parameters
-from llamagpu.serve.tools import Tool, ToolStyle, call_or_answer, call_schema, style_of, with_generic_prompt
+from llamagpu.serve.tools import (
+    CHANNELS,
+    Tool,
+    ToolStyle,
+    call_or_answer,
+    call_schema,
+    channel_calls,
+    described,
+    for_channels,
+    style_of,
+    with_generic_prompt,
+)
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 
@@ -68,6 +79,8 @@ def prompt(task: ChatTask, llama: Llama) -> tuple[ToolStyle, list[int], str | No
         text, thinking = f"{text.rstrip()}\n\n{thinking}\n\n", None
     if task.forced:
         text += style.forced
+    elif task.format and not task.offered:
+        text += style.answer
     return style, llama.encode_rendered(text), thinking
 
 
@@ -86,8 +99,10 @@ def render(task: ChatTask, llama: Llama) -> tuple[ToolStyle, str, str | None]:
         raise ApiError(400, "the model has no chat template: use /v1/completions", param="messages")
     style, knows_tools = style_of(template)
     messages, variables = task.messages, dict(task.variables)
+    if style is CHANNELS:
+        messages = for_channels(messages)
     if task.offered and knows_tools:
-        variables["tools"] = list(task.offered)
+        variables["tools"] = [described(tool) if style is CHANNELS else tool for tool in task.offered]
     elif task.offered or (not knows_tools and any(m["role"] == "tool" or m.get("tool_calls") for m in messages)):
         messages = with_generic_prompt(messages, task.offered)
     try:
@@ -103,8 +118,8 @@ def format_with_calls(task: ChatTask, style: ToolStyle, llama: Llama) -> Format 
     answer = task.format
     if not task.offered:
         return answer
-    schema = call_schema(task.offered, style)
-    calls = Format("tools", schema)
+    schema, tokenizer = call_schema(task.offered, style), llama.tokenizer
+    calls = Format("tools", channel_calls(task.offered, tokenizer) if style is CHANNELS else schema)
     if answer is None:
         return calls if task.forced else None
     if isinstance(answer.source, str):
@@ -113,8 +128,9 @@ def format_with_calls(task: ChatTask, style: ToolStyle, llama: Llama) -> Format 
         return calls
     for form in (calls, answer):
         form.grammar()  # a schema that cannot be used is refused with the name of its field
-    either = call_or_answer(schema, answer.source, style, llama.tokenizer, task.parallel_calls)
-    return Format(answer.param, either)
+    if style is CHANNELS:
+        return Format(answer.param, channel_calls(task.offered, tokenizer, answer.source))
+    return Format(answer.param, call_or_answer(schema, answer.source, style, tokenizer, task.parallel_calls))
 
 
 @dataclass(slots=True)

@@ -2,13 +2,14 @@
 
 import json
 import random
+import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llamagpu.engine.grammar import JSON_OPTIONS
-from llamagpu.files.tokenizer import Tokenizer
+from llamagpu.files.tokenizer import FINAL_CHANNEL, Tokenizer
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": ...}}
 
@@ -22,6 +23,7 @@ class ToolStyle:
     special: bool = False  # whether `begin` is a control token
     forced: str = ""  # the beginning of an answer that must be a call: the JSON object of one follows
     closing: str = ""  # what stands after that object
+    answer: str = ""  # the beginning of an answer that must match a format
     id_letters: int = 24
     mark: str = ""  # what templates that ask for it also have
 
@@ -33,6 +35,14 @@ LLAMA3 = ToolStyle(
     "<|python_tag|>", arguments="parameters", bare=True, special=True, mark='"parameters": dictionary of argument name'
 )
 MISTRAL = ToolStyle("[TOOL_CALLS]", special=True, forced="[TOOL_CALLS][", closing="]", id_letters=9)
+# gpt-oss: a call is a message whose header has the name, and whose text is the JSON object of the arguments.
+CHANNELS = ToolStyle(
+    "<|channel|>commentary to=functions.",
+    forced="<|channel|>commentary to=functions.",
+    answer=FINAL_CHANNEL,
+    mark="<|start|>functions.",
+)
+HEADER_END = " <|constrain|>json<|message|>"  # after the name
 GENERIC_PROMPT = """You can call functions. Each line describes one:
 {tools}
 
@@ -51,7 +61,7 @@ def style_of(template: str) -> tuple[ToolStyle, bool]:
     Where it would ask for a style that is not known here, GENERIC_PROMPT asks for one that is.
     """
     if "tools" in template and not any(mark in template for mark in OTHER_STYLES):
-        for style in (MISTRAL, LLAMA3, HERMES):
+        for style in (MISTRAL, LLAMA3, HERMES, CHANNELS):
             if style.begin in template or (style.mark and style.mark in template):
                 return style, True
     return HERMES, False
@@ -71,6 +81,29 @@ def with_generic_prompt(messages: list[dict[str, Any]], tools: Sequence[Tool]) -
     if rest and rest[0]["role"] == "system":
         text = f"{rest.pop(0)['content']}\n\n{text}"
     return [{"role": "system", "content": text}, *rest]
+
+
+def for_channels(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for the template of gpt-oss: each has one call at most, whose result comes next, and what was
+    reasoned or said before a call is `thinking`."""
+    results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        said = "\n\n".join(filter(None, (message.get("reasoning_content"), message["content"])))
+        for i, call in enumerate(calls):
+            thinking = {"thinking": said} if said and i == 0 else {}
+            found.append({"role": "assistant", "content": "", "tool_calls": [call], **thinking})
+            if result := results.get(call["id"]):
+                found.append(result)
+        if not calls and not any(message is placed for placed in found):
+            found.append(message)
+    return found
+
+
+def described(tool: Tool) -> Tool:
+    """With a description, which gpt-oss' template needs."""
+    return {**tool, "function": {"description": "", **tool["function"]}}
 
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:
@@ -134,9 +167,7 @@ def call_or_answer(
     call: Mapping[str, Any], answer: Mapping[str, Any], style: ToolStyle, tokenizer: Tokenizer, parallel: bool = True
 ) -> str:
     """A Lark grammar: a call of one schema, or several if `parallel`, or an answer of another schema."""
-    id, *more = tokenizer.encode(style.begin, bos=False)
-    control = tokenizer.is_control(id) and not more
-    begin = f"<[{id}]>" if control else json.dumps(style.begin)  # a control token does not match its text
+    begin = lark(style.begin, tokenizer)
     opening = json.dumps(style.forced.removeprefix(style.begin))
     rules = {
         "start": 'call ("\\n" call)* | answer' if parallel else "call | answer",
@@ -145,6 +176,29 @@ def call_or_answer(
         "answer": f"%json {json.dumps({**answer, 'x-guidance': JSON_OPTIONS})}",
     }
     return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
+
+
+def channel_calls(tools: Sequence[Tool], tokenizer: Tokenizer, answer: Mapping[str, Any] | None = None) -> str:
+    """A Lark grammar: the rest of a call after CHANNELS.forced; with the schema of an answer, a call or an answer."""
+    rules = {}
+    for i, function in enumerate(tool["function"] for tool in tools):
+        schema = {**(function.get("parameters") or {"type": "object"}), "x-guidance": JSON_OPTIONS}
+        rules[f"call{i}"] = f"{lark(function['name'] + HEADER_END, tokenizer)} arguments{i}"
+        rules[f"arguments{i}"] = f"%json {json.dumps(schema)}"
+    start = " | ".join(f"call{i}" for i in range(len(tools)))
+    if answer is not None:
+        start = f"{lark(CHANNELS.begin, tokenizer)} ({start}) | {lark(CHANNELS.answer, tokenizer)} answer"
+        rules["answer"] = f"%json {json.dumps({**answer, 'x-guidance': JSON_OPTIONS})}"
+    return "\n".join(f"{name}: {rule}" for name, rule in {"start": start, **rules}.items())
+
+
+def lark(text: str, tokenizer: Tokenizer) -> str:
+    """The text in a Lark grammar. A control token does not match its text."""
+    found = []
+    for part in filter(None, re.split(r"(<\|\w+\|>)", text)):
+        id, *more = tokenizer.encode(part, bos=False)
+        found.append(f"<[{id}]>" if tokenizer.is_control(id) and not more else json.dumps(part))
+    return " ".join(found)
 
 
 def moved(schema: Any, root: str) -> Any:
