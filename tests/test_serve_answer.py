@@ -15,6 +15,7 @@ from llamagpu.files.tokenizer import Tokenizer
 from llamagpu.results import Logprob, Token
 from llamagpu.serve.answer import Answer
 from llamagpu.serve.logprobs import ScoredTokens
+from llamagpu.serve.messages import Blocks
 from llamagpu.serve.tools import (
     CHANNELS,
     HERMES,
@@ -79,7 +80,16 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
     ('<|channel|>commentary to=functions.f<|message|>{"x"', {"style": CHANNELS},
      [("call", "f"), ("arguments", '{"x"')]),
     ("<|channel|>commentary to=functions.f <|constr", {"style": CHANNELS}, []),
-    ("<|channel|>commentary to=functions.f<|message|>", {"style": CHANNELS}, []),
+    ("<|channel|>commentary to=functions.f<|message|>", {"style": CHANNELS}, [("call", "f"), ("arguments", "{}")]),
+    (f"{TO_G}<|end|>{TO_F}", {"style": CHANNELS}, [("content", TO_G), *ONE]),
+    (f"{TO_F[:-8]}code<|end|>{FINAL}x", {"style": CHANNELS}, [("content", TO_F[:-8] + "codex")]),
+    (f"<|channel|>analysis to=python code<|message|>1<|end|>{FINAL}x", {"style": CHANNELS},
+     [("content", "<|channel|>analysis to=python code<|message|>1x")]),
+    ('to=functions.f<|channel|>commentary  <|constrain|> json<|message|>{"x": 1}', {"style": CHANNELS}, ONE),
+    ("<|start|>assistant hello there", {"style": CHANNELS}, [("content", "<|start|>assistant hello there")]),
+    (f"<|start|>assistant\n{HERMES_CALL}", {"style": HERMES, "channels": False},
+     [("content", "<|start|>assistant\n"), *F]),
+    (f"{FINAL}x<|end|>", {"channels": False}, [("content", f"{FINAL}x<|end|>")]),
     (TO_G, {"style": CHANNELS}, [("content", TO_G)]),  # no such function
     (TO_G[:-8] + "code", {"style": CHANNELS}, [("content", TO_G[:-8] + "code")]),
     (TO_F, {}, [("content", TO_F)]),  # no tools were offered
@@ -243,6 +253,38 @@ def test_the_template_of_gpt_oss_shows_calls_and_results() -> None:
     assert for_channels(rest) == rest
 
 
+@pytest.mark.parametrize("ids", [("0", "1", "0"), ("", "", ""), ("0", "0", "0")])
+def test_results_follow_their_calls(ids: tuple[str, ...]) -> None:
+    """Also where ids begin anew in every turn, or are missing: results are then in the order of the calls."""
+
+    def turn(*numbers: int) -> list[dict[str, Any]]:
+        calls = [{"id": ids[i], "function": {"name": f"f{i}", "arguments": {}}} for i in numbers]
+        results = [{"role": "tool", "content": f"r{i}", "tool_call_id": ids[i]} for i in numbers]
+        return [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
+
+    messages = [*turn(0, 1), {"role": "assistant", "content": "so"}, *turn(2)]
+    shown = [m["content"] or m["tool_calls"][0]["function"]["name"] for m in for_channels(messages)]
+    assert shown == ["f0", "r0", "f1", "r1", "so", "f2", "r2"]
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "integer", "enum": [1, 2], "default": 1}, {"enum": ["a"], "default": None}]
+)
+def test_defaults_that_the_template_of_gpt_oss_would_refuse(schema: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema, "y": {}}}}}
+    messages = [{"role": "user", "content": "hello"}]
+    text = render(templates()["openai-gpt-oss-120b"], messages, bos_token="", eos_token="", tools=[described(tool)])
+    assert f"default: {json.dumps(schema['default'])}" in text
+
+
+def test_blocks_of_several_calls_keep_their_inputs() -> None:
+    blocks, answer = Blocks(), Answer(HERMES, ("f",))
+    other = HERMES_CALL.replace(ARGUMENTS, "{}")
+    list(blocks.add([*answer.push(f"{HERMES_CALL}\n{other}\n{HERMES_CALL}"), *answer.end()]))
+    list(blocks.close())
+    assert [block["input"] for block in blocks.found] == [json.loads(ARGUMENTS), {}, json.loads(ARGUMENTS)]
+
+
 def test_closed_schemas() -> None:
     """Wherever a schema has objects; not what only looks like one, and not what says it."""
     one: dict[str, Any] = {"type": "object", "properties": {"a": {}}}
@@ -321,7 +363,10 @@ def test_calls_of_gpt_oss(control: bool) -> None:
         vocabulary["tokenizer.ggml.token_type"][288:] = 3
     tokenizer = Tokenizer.from_gguf(vocabulary)
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": False}
-    tools = [{"function": {"name": "f", "parameters": schema}}, {"function": {"name": "g"}}]
+    tools = [
+        {"function": {"name": "f", "parameters": schema}},
+        {"function": {"name": "g", "parameters": {"title": "G"}}},
+    ]
     tokens = GrammarVocabulary(tokenizer, tokenizer.vocab_size)
 
     def matches(text: str, answer: Any) -> bool:
@@ -338,7 +383,7 @@ def test_calls_of_gpt_oss(control: bool) -> None:
 
     right = call("f", '{"x": 1}')
     assert matches(right, None) and matches(call("g", '{"y": "z"}'), None)
-    for wrong in (call("f", '{"y": 1}'), call("h", '{"x": 1}'), '{"x": 1}', "true"):
+    for wrong in (call("f", '{"y": 1}'), call("g", "null"), call("h", '{"x": 1}'), '{"x": 1}', "true"):
         assert not matches(wrong, None), wrong
     boolean = {"type": "boolean"}
     assert matches("<|channel|>final<|message|>true", boolean) and matches(CHANNELS.begin + right, boolean)

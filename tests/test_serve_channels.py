@@ -17,7 +17,7 @@ MARKS = ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", 
 VOCAB = 288 + len(MARKS)
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 CLOSED = {**SCHEMA, "additionalProperties": False}
-TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": CLOSED}} for name in ("weather", "time")]
+TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": CLOSED}} for name in ("a/weather", "time")]
 FORM: Any = {"type": "json_schema", "json_schema": {"name": "town", "schema": CLOSED}}
 REQUEST: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "temperature": 1, "seed": 3}
 
@@ -45,7 +45,10 @@ def test_a_call_that_must_come(path: Path, gpu: Any) -> None:
     found = ask(path, gpu, tools=TOOLS, tool_choice="required", max_tokens=200)
     (call,) = found.message.tool_calls
     assert found.finish_reason == "tool_calls" and not found.message.content
-    assert call.function.name in ("weather", "time") and json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    assert call.function.name in ("a/weather", "time") and json.loads(call.function.arguments)["city"] in (
+        "Rome",
+        "Oslo",
+    )
     chunks = ask(path, gpu, tools=TOOLS, tool_choice="required", max_tokens=200, stream=True)
     parts = [part.function for chunk in chunks for part in chunk.delta.tool_calls or ()]
     assert "".join(part.name or "" for part in parts) == call.function.name

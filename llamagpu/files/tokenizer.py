@@ -262,8 +262,8 @@ class Tokenizer:
         ends = (self.eos_id, self._token_id(metadata, "eot"), self._token_id(metadata, "eom"))
         self._ends = named | {id for id in ends if id is not None}
         self._control_ids = named | set(np.flatnonzero((types == CONTROL) | (types == UNKNOWN)).tolist())
-        has_channels = all(text in self._ids for text in (*CHANNEL_ENDS, "<|end|>"))
-        self._marks = {self._ids[text] for text in CHANNEL_MARKS if has_channels and text in self._ids}
+        self.has_channels = all(text in self._ids for text in (*CHANNEL_ENDS, "<|end|>"))
+        self._marks = {self._ids[text] for text in CHANNEL_MARKS if self.has_channels and text in self._ids}
         self._ends -= self._marks
         self._special_ids = self._control_ids | set(np.flatnonzero(types == USER_DEFINED).tolist())
         by_length = sorted(self._special_ids, key=lambda id: (-len(_utf8(self._tokens[id])), id))

@@ -16,10 +16,10 @@ THINK_TAGS = (
 )
 # The one whom a message is for stands before the channel or after it; "json" or the like may follow.
 HEADER = re.compile(
-    r"(?:<\|start\|>assistant)?(?: ?to=functions\.([\w.-]+) ?)?<\|channel\|>(analysis|commentary|final)"
-    r"(?: ?to=functions\.([\w.-]+))?(?: ?(?:<\|constrain\|>)?\w+)?<\|message\|>"
+    r"(?:<\|start\|>assistant)?(?: ?to=([^\s<]+) ?)?<\|channel\|>(analysis|commentary|final)"
+    r"(?: ?to=([^\s<]+))?(?: *(?:<\|constrain\|>)? *\w+)?<\|message\|>"
 )
-HEADER_BEGINS = ("<|start|>assistant", "<|channel|>")
+HEADER_BEGINS = ("<|start|>assistant", "<|channel|>", " to=functions.", "to=functions.")
 LONGEST_HEADER = 300
 
 
@@ -40,6 +40,7 @@ class Answer:
         names: Collection[str] = (),
         thinking: str | None = None,  # the end tag, if the prompt ends within reasoning
         in_call: bool = False,  # the answer is the JSON of a call
+        channels: bool = True,  # messages have headers, as gpt-oss'
     ) -> None:
         self.style, self.names = style, names
         self.special = style is not None and style.special  # whether the text has that of control tokens
@@ -49,6 +50,7 @@ class Answer:
         self._raw = ""  # the text of a call, for the case that it is none
         self._begun = False  # whether content has come
         self._in_call = in_call
+        self._channels = channels
         self._arguments = JsonEnd()  # of a call of gpt-oss
         self._in_message = False  # whether the content is a message of gpt-oss
         self._end_tag = thinking or ""
@@ -65,6 +67,9 @@ class Answer:
     def end(self) -> list[Delta]:
         """The rest. A call that was cut short is no content."""
         found = list(self._run())
+        if self._state == self._header and HEADER.match(self._held):  # a call without arguments
+            self._held += "{}"
+            found += self._run()
         rest = self._raw if self._state == self._call and self._raw else self._held
         if self._cut_short(rest):
             rest = ""
@@ -78,7 +83,7 @@ class Answer:
         if style is None:
             return False
         if style is CHANNELS:
-            return self._state == self._header
+            return self._state == self._header and "to=functions." in rest
         if self._state != self._call:
             return self.calls > 0 and style.begin.startswith(rest.strip())
         if self._in_call or (scanner and scanner.name):
@@ -125,30 +130,28 @@ class Answer:
         if self._end_tag:
             self._held = self._held.lstrip("\n")
         text = self._held
-        if found := HEADER.match(text):
-            name, channel, rest = found[1] or found[3], found[2], text[found.end() :]
-            if name is None:
-                self._held, self._in_message = rest, True
+        found = HEADER.match(text) if self._channels else None
+        self._in_message = found is not None
+        if found is None:
+            if not self._may_be_header(text):
                 self._state = self._text
-                if channel == "analysis":
-                    self._end_tag, self._state = MESSAGE_END, self._think
-                return
-            if self.style is CHANNELS and name in self.names:
-                if not rest.strip():
-                    return
-                if rest.lstrip().startswith("{"):
-                    self._held, self._state, self._arguments = rest.lstrip(), self._pass_on, JsonEnd()
-                    yield Delta("call", name, self.calls, call_id(self.style))
-                    self.calls += 1
-                    return
-        elif self._may_be_header(text):
             return
-        self._state = self._text
+        name, rest = (found[1] or found[3] or "").removeprefix("functions."), text[found.end() :].lstrip()
+        if not name:
+            self._held = text[found.end() :]
+            self._state = self._text
+            if found[2] == "analysis":
+                self._end_tag, self._state = MESSAGE_END, self._think
+        elif self.style is not CHANNELS or name not in self.names or rest[:1] not in ("", "{"):
+            self._state = self._text  # with its header
+        elif rest:
+            self._held, self._state, self._arguments = rest, self._pass_on, JsonEnd()
+            yield Delta("call", name, self.calls, call_id(self.style))
+            self.calls += 1
 
     def _may_be_header(self, text: str) -> bool:
-        begins = (*HEADER_BEGINS, " to=functions.") if self.style is CHANNELS else HEADER_BEGINS
-        begun = any(begin.startswith(text) or text.startswith(begin) for begin in begins)
-        return begun and "<|message|>" not in text and len(text) < LONGEST_HEADER
+        begun = any(begin.startswith(text) or text.startswith(begin) for begin in HEADER_BEGINS)
+        return self._channels and begun and "<|message|>" not in text and len(text) < LONGEST_HEADER
 
     def _pass_on(self) -> Iterator[Delta]:
         """The arguments of a call of gpt-oss."""
@@ -166,7 +169,7 @@ class Answer:
             self._held = self._held[len(MESSAGE_END) :]
         elif not self._held or MESSAGE_END.startswith(self._held):
             return
-        self._in_message, self._state = False, self._header
+        self._state = self._header
         yield from ()
 
     def _text(self) -> Iterator[Delta]:

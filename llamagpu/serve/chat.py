@@ -63,7 +63,7 @@ def prepare(task: ChatTask, llama: Llama) -> tuple[list[Generation], NewAnswer]:
     names = {tool["function"]["name"] for tool in task.offered}
 
     def new_answer() -> Answer:
-        return Answer(style if names else None, names, thinking, in_call=task.forced)
+        return Answer(style if names else None, names, thinking, task.forced, llama.tokenizer.has_channels)
 
     special, param = new_answer().special, form.param if form else None
     runs = generations(llama, ids, task.parameters, grammar, special=special, grammar_param=param)
@@ -119,18 +119,22 @@ def format_with_calls(task: ChatTask, style: ToolStyle, llama: Llama) -> Format 
     if not task.offered:
         return answer
     schema, tokenizer = call_schema(task.offered, style), llama.tokenizer
-    calls = Format("tools", channel_calls(task.offered, tokenizer) if style is CHANNELS else schema)
+    calls = Format("tools", schema)
     if answer is None:
-        return calls if task.forced else None
-    if isinstance(answer.source, str):
+        if not task.forced:
+            return None
+    elif isinstance(answer.source, str):
         raise invalid(f"{answer.param} beside tools is not supported: leave one of them out", answer.param)
-    if task.forced:
-        return calls
-    for form in (calls, answer):
-        form.grammar()  # a schema that cannot be used is refused with the name of its field
+    elif not task.forced:
+        for form in (calls, answer):
+            form.grammar()  # a schema that cannot be used is refused with the name of its field
+        if style is CHANNELS:
+            return Format(answer.param, channel_calls(task.offered, tokenizer, answer.source))
+        return Format(answer.param, call_or_answer(schema, answer.source, style, tokenizer, task.parallel_calls))
     if style is CHANNELS:
-        return Format(answer.param, channel_calls(task.offered, tokenizer, answer.source))
-    return Format(answer.param, call_or_answer(schema, answer.source, style, tokenizer, task.parallel_calls))
+        calls.grammar()
+        return Format("tools", channel_calls(task.offered, tokenizer))
+    return calls
 
 
 @dataclass(slots=True)

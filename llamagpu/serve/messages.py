@@ -138,8 +138,8 @@ class Blocks:
     def add(self, deltas: Sequence[Delta]) -> Iterator[dict[str, Any]]:
         for delta in deltas:
             if delta.kind == "call":
-                self._json = ""
                 yield from self._open({"type": "tool_use", "id": delta.id, "name": delta.text, "input": {}})
+                self._json = ""
             elif delta.kind == "arguments":
                 self._json += delta.text
                 yield self._delta({"type": "input_json_delta", "partial_json": delta.text})

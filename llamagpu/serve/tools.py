@@ -6,6 +6,7 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from llamagpu.engine.grammar import JSON_OPTIONS
@@ -86,24 +87,41 @@ def with_generic_prompt(messages: list[dict[str, Any]], tools: Sequence[Tool]) -
 def for_channels(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages for the template of gpt-oss: each has one call at most, whose result comes next, and what was
     reasoned or said before a call is `thinking`."""
-    results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
     found: list[dict[str, Any]] = []
-    for message in messages:
-        calls = message.get("tool_calls") or ()
-        said = "\n\n".join(filter(None, (message.get("reasoning_content"), message["content"])))
-        for i, call in enumerate(calls):
-            thinking = {"thinking": said} if said and i == 0 else {}
-            found.append({"role": "assistant", "content": "", "tool_calls": [call], **thinking})
-            if result := results.get(call["id"]):
-                found.append(result)
-        if not calls and not any(message is placed for placed in found):
+    results: list[dict[str, Any]] = []  # those behind a message with calls that have no place yet
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls") or []
+        if calls:
+            results = list(takewhile(lambda m: m["role"] == "tool", messages[i + 1 :]))
+        elif message["role"] != "tool" or not any(message is placed for placed in found):
             found.append(message)
+        said = "\n\n".join(filter(None, (message.get("reasoning_content"), message["content"])))
+        for call in calls:
+            thinking = {"thinking": said} if said and call is calls[0] else {}
+            found.append({"role": "assistant", "content": "", "tool_calls": [call], **thinking})
+            own = [result for result in results if result.get("tool_call_id") == call["id"]]
+            unnamed = [result for result in results if not result.get("tool_call_id")]
+            if result := next(iter(own + unnamed), None):
+                found.append(result)
+                results = [other for other in results if other is not result]
     return found
 
 
 def described(tool: Tool) -> Tool:
-    """With a description, which gpt-oss' template needs."""
-    return {**tool, "function": {"description": "", **tool["function"]}}
+    """As gpt-oss' template needs it: with a description, and defaults that are text where it does not convert them."""
+    function = {"description": "", **tool["function"]}
+    schema = function.get("parameters")
+    if isinstance(schema, dict) and isinstance(schema.get("properties"), dict):
+        properties = {name: with_text_default(value) for name, value in schema["properties"].items()}
+        function["parameters"] = {**schema, "properties": properties}
+    return {**tool, "function": function}
+
+
+def with_text_default(schema: Any) -> Any:
+    if not isinstance(schema, dict) or not schema.keys() & {"enum", "oneOf"} or "default" not in schema:
+        return schema
+    default = schema["default"]
+    return {**schema, "default": default if isinstance(default, str) else json.dumps(default)}
 
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +200,7 @@ def channel_calls(tools: Sequence[Tool], tokenizer: Tokenizer, answer: Mapping[s
     """A Lark grammar: the rest of a call after CHANNELS.forced; with the schema of an answer, a call or an answer."""
     rules = {}
     for i, function in enumerate(tool["function"] for tool in tools):
-        schema = {**(function.get("parameters") or {"type": "object"}), "x-guidance": JSON_OPTIONS}
+        schema = {**(function.get("parameters") or {}), "type": "object", "x-guidance": JSON_OPTIONS}
         rules[f"call{i}"] = f"{lark(function['name'] + HEADER_END, tokenizer)} arguments{i}"
         rules[f"arguments{i}"] = f"%json {json.dumps(schema)}"
     start = " | ".join(f"call{i}" for i in range(len(tools)))
