@@ -30,21 +30,24 @@ SLOW_TO_COMPILE = re.compile(
     | test_fused_decode.py::( test_fused_decode\[(mixed-high|four.types|two.types|2.heads.*high|biases|sliding)
         | test_ranges_of_a_buffer_share_a_binding_where_bindings_are_few
         | test_a_plain_model_needs_few_bindings\[(f32|q8_0)
-        | test_a_driver_that_refuses_a_kernel_of_different_types | test_with_tint\[(qwen2|2.heads)
+        | test_a_driver_that_refuses_a_kernel_of_different_types | test_with_tint\[(qwen2|mixed)
         | test_after_a_time_out_nobody_waits\[True | test_a_bias_that_some_layers_lack\[lacking[123]
         | test_the_same_text_by_other_means\[.*UNCHECKED | test_a_matrix_that_does_not_fit_a_slab
-        | test_a_barrier_that_times_out_in_the_100th_token\[(sampled-a|greedy-one) )
+        | test_a_barrier_that_times_out_in_the_100th_token\[(sampled-a|greedy) )
     | test_fused_experts.py::( test_fused_experts\[(mixtral.*fast|olmoe|qwen3moe.*high|granitemoe)
-        | test_inputs_that_workgroup_memory_does_not_hold )
+        | test_inputs_that_workgroup_memory_does_not_hold | test_slabs_of_two_layers )
     | test_kernels_attention.py::( test_attend_in_splits_with_16_lanes_per_position
         | test_attend_in_splits\[4of128( .*-2- | .*window.*(-f16|-f32)\] | -kv2-q8_0.*(-f16|-int8)\] )
         | test_attend_tile\[(2of64|6of64).*-(int8|f16)\] | test_attend_over_the_longest_context\[full-attend_tile-256 )
+    | test_kernels_experts.py::test_expert_linear\[linear_tile_experts-(q6/16.f32|q8/32)
     | test_kernels_linear.py::( test_linear\[full-linear_gemm_int8-(q4/32\+-f32|q4/16|q8/32\+|q6/16-f32)
         | test_linear\[full-linear_gemm_int8,tile_m=( 16.*grid_split=[28] | 32.*grid_split=[24] | 64.*grid_split=[48]
             | (32|64).*-8193 | (16|32).*-q8/16 )
         | test_swiglu_to_int8_blocks\[full-linear_gemm_int8,tile_m=32
-        | test_linear_gemv_fused\[(q4/32\+|q6|q8|f16|bf16).*-f32\] | test_gated_units_on_matrices\[(8x8|16x8)
+        | test_linear_gemv_fused\[( (q4/32\+|q6|q8|f16|bf16).*-f32\] | .*5376-norm )
+        | test_gated_units_on_matrices\[(8x8|16x8)
         | test_tiles_stay_in_workgroup_memory\[.*grid_split | test_epilogue_qkv\[linear_(gemm|rows)-kv_f16 )
+    | test_llama.py::test_an_interrupted_text_goes_on_as_if_nothing_had_been\[buffers-greedy
     | test_model.py::( test_model\[(types.from|1.head|head_dim.80|head_dim.48) | test_int8_attention\[8.heads
         | test_int8_activations\[types | test_f32_inputs_on_matrix_units
         | test_few_rows_on_matrix_units\[(12-linear_gemv_batch-512|20-linear_gemm_int8-128)

@@ -416,7 +416,7 @@ def test_logits_in_int8(gpu: Any, expected: Any, name: str) -> None:
 
 def test_mxfp4_experts(gpu: Any, expected: Any) -> None:
     path, want = expected("gpt-oss", "MXFP4")
-    check(load_one(gpu, path, precision=Precision.FAST), want, LARGEST_NMSE[Precision.FAST])
+    check(load_one(gpu, path, precision=Precision.FAST, chunk=12), want, LARGEST_NMSE[Precision.FAST])
 
 
 def test_experts_of_several_sequences(gpu: Any, expected: Any) -> None:

@@ -105,7 +105,7 @@ def test_fused_decode(fused_gpu, tmp_path, name, precision):
 def test_a_q8_0_cache(fused_gpu, tmp_path):
     """Attention stores the keys and values; rows that share a step are not fused."""
     path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
-    run = load_steps(fused_gpu, path, kv_type=KvType.Q8_0)
+    run = load_one(fused_gpu, path, kv_type=KvType.Q8_0)
     assert fused_kernels(run) == 1 and list(fused_of(run).compiled) == [1]
     check_against_reference(run, path)
 
@@ -173,8 +173,7 @@ def test_inputs_that_workgroup_memory_does_not_hold(fused_gpu, tmp_path):
         assert f"const INTERLEAVED: bool = {str(not fast).lower()};" in gate_up.source
         reads = "var<workgroup> blocks" if fast else "fn run_prologue(index: u32) { wait(index); }"
         assert reads in down.source
-        if not fast:
-            check_against_reference(run, path)
+        check_against_reference(run, path)
 
 
 def test_a_long_context_is_split_and_merged(fused_gpu, tmp_path):
@@ -285,7 +284,10 @@ def test_fused_rows_of_several_sequences(rows_gpu, tmp_path, monkeypatch):
             check(Segment(slot, position + i, tokens[i : i + most]))
 
     check(Segment(1, 0, token_ids(max(2, most - 1))))
-    read(2, 0, token_ids(40, seed=1))
+    if most == 4:
+        check(Segment(2, 0, token_ids(40, seed=1)))  # unfused; its kernels take long to compile
+    else:
+        read(2, 0, token_ids(40, seed=1))
     check(Segment(2, 40, token_ids(1, seed=2)), Segment(0, 0, token_ids(most - 1, seed=3)))
     check(Segment(2, 41, token_ids(most, seed=5)))
     assert not timed_out(rows_gpu, fused_of(run).barrier)

@@ -37,6 +37,7 @@ from llamagpu.files.architectures import Activation
 from llamagpu.files.config import LayerKind
 from llamagpu.files.storage import Storage
 from llamagpu.gpu.caps import MATRICES
+from llamagpu.gpu.device import Dispatch
 from llamagpu.verify import reference as verify_reference
 from llamagpu.verify.kernels import linear_bound, matrix_case, mode_bound, swiglu_blocks
 from llamagpu.verify.reference import (
@@ -340,19 +341,42 @@ LARGE = (*LARGE_MATRICES, *LARGE_GATED_UNITS)
 @pytest.mark.parametrize("route", LARGE_MATRICES, ids=lambda r: f"{r.consts['TOKENS']}-{r.consts['LANES']}")
 def test_gemv_batch_of_large_matrices(gpu, route, weight):
     """On small ones, for time."""
+    most = route.consts["TOKENS"]
+    check_rows(gpu, weight, most, (most, most // 2 + 1), Inputs.INT8, verify_reference.only(route))
+
+
+OTHER_LAYOUTS = (
+    Weight(Q4, 130, 64, has_offset=True),
+    Weight(Q4, 66, 256, 16, scale_bits=8),
+    Weight(Q4, 30, 768, has_offset=True, scale_bits=8),
+    Weight(Q8, 66, 64, has_offset=True),
+    Weight(Q8, 130, 96, 16, scale_bits=32),
+    Weight(BF16, 35, 192),
+)
+
+
+@pytest.mark.parametrize("weight", OTHER_LAYOUTS, ids=lambda w: w.name)
+def test_gemv_batch_of_other_layouts(gpu, weight):
+    """In f32, in the kernel of few rows, which compiles faster than that of many."""
+    (dispatch,) = check_rows(gpu, weight, 4, (4, 3), Inputs.F32, routes.LINEAR)
+    assert dispatch.kernel == "linear_gemv_batch" or gpu.caps.subgroup < 4
+
+
+def check_rows(gpu, weight, most, counts, inputs, table) -> list[Dispatch]:
+    """A linear of up to so many rows, with each of these numbers of them."""
     shard, w = upload(gpu, weight)
-    most, matrix = route.consts["TOKENS"], matrix_of(shard)
-    given, step = linear_inputs(gpu, most, weight.k, Inputs.INT8), Steps(gpu)
+    matrix = matrix_of(shard)
+    given, step = linear_inputs(gpu, most, weight.k, inputs), Steps(gpu)
     y = gpu.zeros((most + 1) * weight.n * 4, "y")
-    table = verify_reference.only(route)
-    plan = Ops(gpu, step.buffer).linear(given.x, matrix, most, ops.store(y, matrix), Inputs.INT8, table=table)
-    for m in (most, most // 2 + 1):
+    plan = Ops(gpu, step.buffer).linear(given.x, matrix, most, ops.store(y, matrix), inputs, table=table)
+    for m in counts:
         fill(gpu, y, most + 1, weight.n)
         step.write_rows(m)
         run(gpu, plan, m)
         got = gpu.read(y, np.float32, (most + 1) * weight.n).reshape(-1, weight.n)
-        assert_close(got[:m], (given.values @ w.T)[:m], *mode_bound(gpu, (Inputs.INT8, Prologue.NONE)), f"{m} rows")
+        assert_close(got[:m], (given.values @ w.T)[:m], *mode_bound(gpu, (inputs, Prologue.NONE)), f"{m} rows")
         assert (got[m:] == GUARD).all(), "wrote behind the last row"
+    return plan
 
 
 @pytest.mark.parametrize("route", LARGE_GATED_UNITS, ids=lambda route: str(route.consts["TOKENS"]))

@@ -147,7 +147,7 @@ def differences(path: Path, gpu: Any, monkeypatch: Any, precision: str, chunks: 
 GATES = {"high": 0.001, "fast": 0.005}
 
 
-@pytest.mark.parametrize(("precision", "tokens", "deviation"), [("high", 4, 0.003), ("fast", 32, 0.15)])
+@pytest.mark.parametrize(("precision", "tokens", "deviation"), [("high", 8, 0.003), ("fast", 64, 0.15)])
 def test_precision_of_a_prompt(gpu, monkeypatch, precision, tokens, deviation):
     """The mean of a short prompt is within the gate and three of its standard errors.
 
