@@ -45,7 +45,7 @@ def test_prompts_schemas_and_conversations(gpu: Any, llm: Run, tmp_path: Path) -
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     text = llm("hello", *options, "--schema", json.dumps({**schema, "additionalProperties": False}))
     assert json.loads(text)["a"] in (True, False)
-    llm("again", "-c", "-o", "model", str(model), "-o", "max_tokens", "3", "--no-stream")
+    llm("again", "-c", *options[2:], "-o", "max_tokens", "3", "--no-stream")
     logged = json.loads(llm("logs", "--json", "-n", "3"))
     usage = [(entry["input_tokens"], entry["output_tokens"]) for entry in logged]
     assert usage[0][1] == 5 and usage[2][1] == 3 and usage[2][0] > usage[1][0]  # the conversation was in the prompt
