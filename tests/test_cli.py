@@ -263,7 +263,7 @@ def test_help_lists_commands_in_the_order_of_use(run):
 
 
 def test_options_of_llama_cpp_are_ignored(run, model):
-    args = ["generate", "-m", model, "-n", 2, "--json"]
+    args = ["generate", "-m", model, "-n", 2, "--json", *RANDOM]
     result = run(*args, "-p", "a b", "-ngl", 99, "--no-mmap", "-fa", "-t", "4")
     assert result.code == 0 and len(result.json["ids"]) == 2
     assert "ignored, because it has no effect here: -ngl --no-mmap -fa -t\n" in result.err

@@ -143,7 +143,8 @@ def test_a_lost_device_ends_every_generation(layer, model):
 def test_exit_codes(layer, gpu, model, fault, code, cause):
     if fault["FAULT_CALL"] == "allocate" and not gpu.software:
         pytest.skip("a GPU has memory of another type, which wgpu takes then")
-    ended = run(layer, "-m", "llamagpu", "generate", "-m", model, "-c", 16000, "-p", "Hello", "-n", 8, **fault)
+    generate = ["-m", "llamagpu", "generate", "-m", model, "-c", 16000, "-p", "Hello", "-n", 8, "--ignore-eos"]
+    ended = run(layer, *generate, **fault)
     *_, cause_line, remedy = ended.stderr.splitlines()
     assert ended.returncode == code, ended.stderr
     assert cause_line.startswith("error: ") and cause in cause_line

@@ -383,7 +383,7 @@ def test_submitted_generations(path, gpu):
         want = [llama.complete(prompt, max_tokens=9, sampling=sampling, logprobs=1) for sampling in how]
         forgotten = [2, *range(100, 240)]
         runs = llama.submit(prompt, n=4, max_tokens=9, sampling=how[0], logprobs=1)
-        other = llama.submit(forgotten, n=2, max_tokens=2)
+        other = llama.submit(forgotten, n=2, max_tokens=2, ignore_eos=True)
         next(runs[2])
         runs[2].close()
         with pytest.raises(WrongState, match="it was closed"):
@@ -410,7 +410,7 @@ def test_a_ctrl_c_between_a_sample_and_its_token(path, gpu, monkeypatch):
         monkeypatch.setattr(scheduling, "score", score)
         [run] = llama.submit([1, 2, 3], max_tokens=12, logprobs=25, sampling=how)
         with pytest.raises(KeyboardInterrupt):
-            llama.complete([5, 6], max_tokens=30)
+            llama.complete([5, 6], max_tokens=30, sampling=GREEDY)
         assert len(calls) == 5 and run.result().ids == want
 
 
