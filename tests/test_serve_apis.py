@@ -147,7 +147,7 @@ def test_structured_and_called_responses(client: openai.OpenAI) -> None:
     class Town(pydantic.BaseModel):
         large: bool
 
-    parsed = client.responses.parse(model=MODEL, input="hello", text_format=Town, temperature=1, max_output_tokens=99)
+    parsed = client.responses.parse(model=MODEL, input="hello", text_format=Town, temperature=1, max_output_tokens=200)
     assert isinstance(parsed.output_parsed, Town) and parsed.status == "completed"
     tool: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
     stream = client.responses.create(
@@ -243,7 +243,7 @@ def test_structured_messages(claude: anthropic.Anthropic, server: Served) -> Non
     class Town(pydantic.BaseModel):
         large: bool
 
-    request: Any = {"model": MODEL, "max_tokens": 40, "messages": HELLO}
+    request: Any = {"model": MODEL, "max_tokens": 200, "messages": HELLO}
     parsed = claude.messages.parse(**request, output_format=Town)
     assert isinstance(parsed.parsed_output, Town) and parsed.stop_reason == "end_turn"
     form = {"type": "json_schema", "schema": SCHEMA}

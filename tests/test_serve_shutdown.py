@@ -22,7 +22,7 @@ LONG = {"prompt": "a", "max_tokens": 300, "temperature": 0, "stream": True}
 def test_signals_wait_for_requests(gpu: Any, tmp_path: Path) -> None:
     """The first one stops accepting, and the request that runs comes to its end; exit code 0."""
     with (
-        served(tmp_path) as server,
+        served(tmp_path, "--grace", "120") as server,
         httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=START_S) as r,
     ):
         lines = r.iter_lines()

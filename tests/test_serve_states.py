@@ -187,7 +187,7 @@ def test_silence_and_the_end_of_time() -> None:
         prompt_ids = (1,)
 
     async def main() -> None:
-        jobs = Jobs([cast(Generation, Run())], timeout_s=0.2)
+        jobs = Jobs([cast(Generation, Run())], timeout_s=2)
         found = []
         with pytest.raises(ApiError) as caught:
             async for update in jobs.updates(silence_s=0.02):
