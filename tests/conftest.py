@@ -116,11 +116,7 @@ def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that only read the source of fused kernels: none is compiled."""
     from llamagpu.engine.fused_decode import FusedDecode
 
-    def probe(self: FusedDecode, _: Any) -> bool:
-        self.grid = self.grid_sizes()[0]
-        return True
-
-    monkeypatch.setattr(FusedDecode, "probe", probe)
+    monkeypatch.setattr(FusedDecode, "probe", lambda *_: True)
 
 
 @pytest.fixture

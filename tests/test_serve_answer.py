@@ -17,7 +17,7 @@ from llamagpu.serve.answer import Answer
 from llamagpu.serve.logprobs import ScoredTokens
 from llamagpu.serve.messages import Blocks
 from llamagpu.serve.tools import (
-    CHANNELS,
+    HARMONY,
     HERMES,
     LLAMA3,
     MISTRAL,
@@ -25,10 +25,10 @@ from llamagpu.serve.tools import (
     call_id,
     call_or_answer,
     call_schema,
-    channel_calls,
     closed,
     described,
-    for_channels,
+    harmony_calls,
+    harmony_messages,
     style_of,
     with_generic_prompt,
 )
@@ -71,32 +71,32 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
     (FINAL.removeprefix("<|start|>assistant") + "answer", {"style": HERMES}, [("content", "answer")]),
     ("<|channel|>commentary<|message|>x", {}, [("content", "x")]),
     (f"<|channel|>commentary<|message|>x<|end|>{FINAL}y", {}, [("content", "xy")]),
-    (f"<|channel|>analysis<|message|>hm<|end|>{TO_F}", {"style": CHANNELS}, [("reasoning", "hm"), *ONE]),
-    (f"<|channel|>commentary<|message|>I look.<|end|>{TO_F}", {"style": CHANNELS}, [("content", "I look."), *ONE]),
-    (f"{TO_F}<|end|>{TO_F} ", {"style": CHANNELS}, [*ONE, *ONE]),
-    ('<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"x": 1}', {"style": CHANNELS}, ONE),
-    (' to=functions.f<|channel|>commentary <|constrain|>json<|message|>\n{"x": 1}', {"style": CHANNELS}, ONE),
-    ('<|channel|>analysis to=functions.f code<|message|>{"x": 1}', {"style": CHANNELS}, ONE),
-    ('<|channel|>commentary to=functions.f<|message|>{"x"', {"style": CHANNELS},
+    (f"<|channel|>analysis<|message|>hm<|end|>{TO_F}", {"style": HARMONY}, [("reasoning", "hm"), *ONE]),
+    (f"<|channel|>commentary<|message|>I look.<|end|>{TO_F}", {"style": HARMONY}, [("content", "I look."), *ONE]),
+    (f"{TO_F}<|end|>{TO_F} ", {"style": HARMONY}, [*ONE, *ONE]),
+    ('<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"x": 1}', {"style": HARMONY}, ONE),
+    (' to=functions.f<|channel|>commentary <|constrain|>json<|message|>\n{"x": 1}', {"style": HARMONY}, ONE),
+    ('<|channel|>analysis to=functions.f code<|message|>{"x": 1}', {"style": HARMONY}, ONE),
+    ('<|channel|>commentary to=functions.f<|message|>{"x"', {"style": HARMONY},
      [("call", "f"), ("arguments", '{"x"')]),
-    ("<|channel|>commentary to=functions.f <|constr", {"style": CHANNELS}, []),
-    ("<|channel|>commentary to=functions.f<|message|>", {"style": CHANNELS}, [("call", "f"), ("arguments", "{}")]),
-    (f"{TO_G}<|end|>{TO_F}", {"style": CHANNELS}, [("content", TO_G), *ONE]),
-    (f"{TO_F[:-8]}code<|end|>{FINAL}x", {"style": CHANNELS}, [("content", TO_F[:-8] + "codex")]),
-    (f"<|channel|>analysis to=python code<|message|>1<|end|>{FINAL}x", {"style": CHANNELS},
+    ("<|channel|>commentary to=functions.f <|constr", {"style": HARMONY}, []),
+    ("<|channel|>commentary to=functions.f<|message|>", {"style": HARMONY}, [("call", "f"), ("arguments", "{}")]),
+    (f"{TO_G}<|end|>{TO_F}", {"style": HARMONY}, [("content", TO_G), *ONE]),
+    (f"{TO_F[:-8]}code<|end|>{FINAL}x", {"style": HARMONY}, [("content", TO_F[:-8] + "codex")]),
+    (f"<|channel|>analysis to=python code<|message|>1<|end|>{FINAL}x", {"style": HARMONY},
      [("content", "<|channel|>analysis to=python code<|message|>1x")]),
-    ('to=functions.f<|channel|>commentary  <|constrain|> json<|message|>{"x": 1}', {"style": CHANNELS}, ONE),
-    ("<|start|>assistant hello there", {"style": CHANNELS}, [("content", "<|start|>assistant hello there")]),
+    ('to=functions.f<|channel|>commentary  <|constrain|> json<|message|>{"x": 1}', {"style": HARMONY}, ONE),
+    ("<|start|>assistant hello there", {"style": HARMONY}, [("content", "<|start|>assistant hello there")]),
     (f"<|start|>assistant\n{HERMES_CALL}", {"style": HERMES, "channels": False},
      [("content", "<|start|>assistant\n"), *F]),
     (f"{FINAL}x<|end|>", {"channels": False}, [("content", f"{FINAL}x<|end|>")]),
-    (TO_G, {"style": CHANNELS}, [("content", TO_G)]),  # no such function
-    (TO_G[:-8] + "code", {"style": CHANNELS}, [("content", TO_G[:-8] + "code")]),
+    (TO_G, {"style": HARMONY}, [("content", TO_G)]),  # no such function
+    (TO_G[:-8] + "code", {"style": HARMONY}, [("content", TO_G[:-8] + "code")]),
     (TO_F, {}, [("content", TO_F)]),  # no tools were offered
-    (f"{FINAL} to=functions.f <tool_call>", {"style": CHANNELS}, [("content", " to=functions.f <tool_call>")]),
-    (" to be", {"style": CHANNELS}, [("content", " to be")]),
-    ('f <|constrain|>json<|message|>{"x": 1}', {"style": CHANNELS, "in_call": True}, ONE),
-    ("f <|cons", {"style": CHANNELS, "in_call": True}, []),
+    (f"{FINAL} to=functions.f <tool_call>", {"style": HARMONY}, [("content", " to=functions.f <tool_call>")]),
+    (" to be", {"style": HARMONY}, [("content", " to be")]),
+    ('f <|constrain|>json<|message|>{"x": 1}', {"style": HARMONY, "in_call": True}, ONE),
+    ("f <|cons", {"style": HARMONY, "in_call": True}, []),
     ("<|sta", {}, [("content", "<|sta")]),
     ("<thin", {}, [("content", "<thin")]),
     (" <thing>", {}, [("content", " <thing>")]),
@@ -163,7 +163,7 @@ def test_styles() -> None:
     assert style_of("{% if tools %}<tool_call>{% endif %}") == (HERMES, True)
     assert style_of("{% if tools %}[TOOL_CALLS]{% endif %}") == (MISTRAL, True)
     assert style_of("{% if tools %}<|python_tag|>{% endif %}") == (LLAMA3, True)
-    assert style_of("{% if tools %}<|start|>functions.{% endif %}") == (CHANNELS, True)
+    assert style_of("{% if tools %}<|start|>functions.{% endif %}") == (HARMONY, True)
     assert style_of("{% if tools %}<tool_call><function=f>{% endif %}") == (HERMES, False)
     assert len(call_id(MISTRAL)) == 9 and call_id(MISTRAL).isalnum() and call_id(HERMES).startswith("call_")
 
@@ -177,7 +177,7 @@ def test_styles() -> None:
         ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", HERMES, True),
         ("mistralai-Mistral-Nemo-Instruct-2407", MISTRAL, True),
         ("Mistral-Small-3.2-24B-Instruct-2506", MISTRAL, True),
-        ("openai-gpt-oss-120b", CHANNELS, True),
+        ("openai-gpt-oss-120b", HARMONY, True),
         ("Qwen3-Coder", HERMES, False),  # calls in XML
         ("google-gemma-2-2b-it", HERMES, False),
         ("microsoft-Phi-3.5-mini-instruct", HERMES, False),
@@ -240,7 +240,9 @@ def test_the_template_of_gpt_oss_shows_calls_and_results() -> None:
         {"role": "tool", "content": "warm", "tool_call_id": "weather"},
     ]
     tools = [described({"type": "function", "function": {"name": name}}) for name in ("weather", "time")]
-    text = render(templates()["openai-gpt-oss-120b"], for_channels(messages), bos_token="", eos_token="", tools=tools)
+    text = render(
+        templates()["openai-gpt-oss-120b"], harmony_messages(messages), bos_token="", eos_token="", tools=tools
+    )
     assert "type weather = () => any;" in text
     assert text.endswith(
         "<|start|>user<|message|>hello<|end|><|start|>assistant<|channel|>analysis<|message|>hm\n\nI look.<|end|>"
@@ -250,7 +252,7 @@ def test_the_template_of_gpt_oss_shows_calls_and_results() -> None:
         '<|start|>functions.time to=assistant<|channel|>commentary<|message|>"noon"<|end|><|start|>assistant'
     )
     rest = [{"role": "assistant", "content": "a", "reasoning_content": "b"}, {"role": "tool", "content": "c"}]
-    assert for_channels(rest) == rest
+    assert harmony_messages(rest) == rest
 
 
 @pytest.mark.parametrize("ids", [("0", "1", "0"), ("", "", ""), ("0", "0", "0")])
@@ -263,7 +265,7 @@ def test_results_follow_their_calls(ids: tuple[str, ...]) -> None:
         return [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
 
     messages = [*turn(0, 1), {"role": "assistant", "content": "so"}, *turn(2)]
-    shown = [m["content"] or m["tool_calls"][0]["function"]["name"] for m in for_channels(messages)]
+    shown = [m["content"] or m["tool_calls"][0]["function"]["name"] for m in harmony_messages(messages)]
     assert shown == ["f0", "r0", "f1", "r1", "so", "f2", "r2"]
 
 
@@ -370,7 +372,7 @@ def test_calls_of_gpt_oss(control: bool) -> None:
     tokens = GrammarVocabulary(tokenizer, tokenizer.vocab_size)
 
     def matches(text: str, answer: Any) -> bool:
-        matcher = Matcher(Grammar.lark(channel_calls(tools, tokenizer, answer)), tokens)
+        matcher = Matcher(Grammar.lark(harmony_calls(tools, tokenizer, answer)), tokens)
         for part in re.split(r"(<\|\w+\|>)", text):
             for id in tokenizer.encode(part, bos=False) if part in MARKS and control else tokenizer.encode_inner(part):
                 if not allowed_tokens(matcher.mask(), tokenizer.vocab_size)[id]:
@@ -386,6 +388,6 @@ def test_calls_of_gpt_oss(control: bool) -> None:
     for wrong in (call("f", '{"y": 1}'), call("g", "null"), call("h", '{"x": 1}'), '{"x": 1}', "true"):
         assert not matches(wrong, None), wrong
     boolean = {"type": "boolean"}
-    assert matches("<|channel|>final<|message|>true", boolean) and matches(CHANNELS.begin + right, boolean)
-    for wrong in ("true", right, CHANNELS.begin + call("f", "true")):
+    assert matches("<|channel|>final<|message|>true", boolean) and matches(HARMONY.begin + right, boolean)
+    for wrong in ("true", right, HARMONY.begin + call("f", "true")):
         assert not matches(wrong, boolean), wrong

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from llamagpu.llama import possible_stop
-from llamagpu.serve.tools import CHANNELS, MISTRAL, ToolStyle, call_id
+from llamagpu.serve.tools import HARMONY, MISTRAL, ToolStyle, call_id
 
 MESSAGE_END = "<|end|>"  # gpt-oss writes several messages, each with a header
 THINK_TAGS = (
@@ -56,7 +56,7 @@ class Answer:
         self._end_tag = thinking or ""
         self._scanner = CallScanner(style) if style and in_call else None
         self._state = self._think if thinking else self._call if in_call else self._first
-        if in_call and style is CHANNELS:
+        if in_call and style is HARMONY:
             self._held, self._state = style.forced, self._header
 
     def push(self, text: str) -> list[Delta]:
@@ -82,7 +82,7 @@ class Answer:
         style, scanner = self.style, self._scanner
         if style is None:
             return False
-        if style is CHANNELS:
+        if style is HARMONY:
             return self._state == self._header and "to=functions." in rest
         if self._state != self._call:
             return self.calls > 0 and style.begin.startswith(rest.strip())
@@ -142,7 +142,7 @@ class Answer:
             self._state = self._text
             if found[2] == "analysis":
                 self._end_tag, self._state = MESSAGE_END, self._think
-        elif self.style is not CHANNELS or name not in self.names or rest[:1] not in ("", "{"):
+        elif self.style is not HARMONY or name not in self.names or rest[:1] not in ("", "{"):
             self._state = self._text  # with its header
         elif rest:
             self._held, self._state, self._arguments = rest, self._pass_on, JsonEnd()
@@ -182,7 +182,7 @@ class Answer:
                 self._held = text
                 self._begin_call()
                 return
-        call = style.begin if style and style is not CHANNELS else None
+        call = style.begin if style and style is not HARMONY else None
         tags = [tag for tag in (call, MESSAGE_END if self._in_message else None) if tag]
         places = {self._held.find(tag): tag for tag in tags if tag in self._held}
         if not places:

@@ -13,14 +13,14 @@ from llamagpu.serve.formats import Format
 from llamagpu.serve.generating import check_length, generations
 from llamagpu.serve.parameters import Parameters
 from llamagpu.serve.tools import (
-    CHANNELS,
+    HARMONY,
     Tool,
     ToolStyle,
     call_or_answer,
     call_schema,
-    channel_calls,
     described,
-    for_channels,
+    harmony_calls,
+    harmony_messages,
     style_of,
     with_generic_prompt,
 )
@@ -99,10 +99,10 @@ def render(task: ChatTask, llama: Llama) -> tuple[ToolStyle, str, str | None]:
         raise ApiError(400, "the model has no chat template: use /v1/completions", param="messages")
     style, knows_tools = style_of(template)
     messages, variables = task.messages, dict(task.variables)
-    if style is CHANNELS:
-        messages = for_channels(messages)
+    if style is HARMONY:
+        messages = harmony_messages(messages)
     if task.offered and knows_tools:
-        variables["tools"] = [described(tool) if style is CHANNELS else tool for tool in task.offered]
+        variables["tools"] = [described(tool) if style is HARMONY else tool for tool in task.offered]
     elif task.offered or (not knows_tools and any(m["role"] == "tool" or m.get("tool_calls") for m in messages)):
         messages = with_generic_prompt(messages, task.offered)
     try:
@@ -128,12 +128,12 @@ def format_with_calls(task: ChatTask, style: ToolStyle, llama: Llama) -> Format 
     elif not task.forced:
         for form in (calls, answer):
             form.grammar()  # a schema that cannot be used is refused with the name of its field
-        if style is CHANNELS:
-            return Format(answer.param, channel_calls(task.offered, tokenizer, answer.source))
+        if style is HARMONY:
+            return Format(answer.param, harmony_calls(task.offered, tokenizer, answer.source))
         return Format(answer.param, call_or_answer(schema, answer.source, style, tokenizer, task.parallel_calls))
-    if style is CHANNELS:
+    if style is HARMONY:
         calls.grammar()
-        return Format("tools", channel_calls(task.offered, tokenizer))
+        return Format("tools", harmony_calls(task.offered, tokenizer))
     return calls
 
 

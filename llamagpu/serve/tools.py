@@ -36,10 +36,11 @@ LLAMA3 = ToolStyle(
     "<|python_tag|>", arguments="parameters", bare=True, special=True, mark='"parameters": dictionary of argument name'
 )
 MISTRAL = ToolStyle("[TOOL_CALLS]", special=True, forced="[TOOL_CALLS][", closing="]", id_letters=9)
-# gpt-oss: a call is a message whose header has the name, and whose text is the JSON object of the arguments.
-CHANNELS = ToolStyle(
-    "<|channel|>commentary to=functions.",
-    forced="<|channel|>commentary to=functions.",
+CALL_HEADER = "<|channel|>commentary to=functions."
+# gpt-oss, in OpenAI's harmony format: a message's header has the name, its text is the JSON object of the arguments.
+HARMONY = ToolStyle(
+    CALL_HEADER,
+    forced=CALL_HEADER,
     answer=FINAL_CHANNEL,
     mark="<|start|>functions.",
 )
@@ -62,7 +63,7 @@ def style_of(template: str) -> tuple[ToolStyle, bool]:
     Where it would ask for a style that is not known here, GENERIC_PROMPT asks for one that is.
     """
     if "tools" in template and not any(mark in template for mark in OTHER_STYLES):
-        for style in (MISTRAL, LLAMA3, HERMES, CHANNELS):
+        for style in (MISTRAL, LLAMA3, HERMES, HARMONY):
             if style.begin in template or (style.mark and style.mark in template):
                 return style, True
     return HERMES, False
@@ -84,11 +85,11 @@ def with_generic_prompt(messages: list[dict[str, Any]], tools: Sequence[Tool]) -
     return [{"role": "system", "content": text}, *rest]
 
 
-def for_channels(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def harmony_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages for the template of gpt-oss: each has one call at most, whose result comes next, and what was
     reasoned or said before a call is `thinking`."""
     found: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []  # those behind a message with calls that have no place yet
+    results: list[dict[str, Any]] = []  # of the latest calls, without those that are in `found`
     for i, message in enumerate(messages):
         calls = message.get("tool_calls") or []
         if calls:
@@ -196,8 +197,8 @@ def call_or_answer(
     return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
 
 
-def channel_calls(tools: Sequence[Tool], tokenizer: Tokenizer, answer: Mapping[str, Any] | None = None) -> str:
-    """A Lark grammar: the rest of a call after CHANNELS.forced; with the schema of an answer, a call or an answer."""
+def harmony_calls(tools: Sequence[Tool], tokenizer: Tokenizer, answer: Mapping[str, Any] | None = None) -> str:
+    """A Lark grammar: the rest of a call after HARMONY.forced; with the schema of an answer, a call or an answer."""
     rules = {}
     for i, function in enumerate(tool["function"] for tool in tools):
         schema = {**(function.get("parameters") or {}), "type": "object", "x-guidance": JSON_OPTIONS}
@@ -205,7 +206,7 @@ def channel_calls(tools: Sequence[Tool], tokenizer: Tokenizer, answer: Mapping[s
         rules[f"arguments{i}"] = f"%json {json.dumps(schema)}"
     start = " | ".join(f"call{i}" for i in range(len(tools)))
     if answer is not None:
-        start = f"{lark(CHANNELS.begin, tokenizer)} ({start}) | {lark(CHANNELS.answer, tokenizer)} answer"
+        start = f"{lark(HARMONY.begin, tokenizer)} ({start}) | {lark(HARMONY.answer, tokenizer)} answer"
         rules["answer"] = f"%json {json.dumps({**answer, 'x-guidance': JSON_OPTIONS})}"
     return "\n".join(f"{name}: {rule}" for name, rule in {"start": start, **rules}.items())
 

@@ -15,10 +15,15 @@ from llamagpu import Llama
 DEADLINE_S = 60.0
 MARKS = ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>"]
 VOCAB = 288 + len(MARKS)
-SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
-CLOSED = {**SCHEMA, "additionalProperties": False}
-TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": CLOSED}} for name in ("a/weather", "time")]
-FORM: Any = {"type": "json_schema", "json_schema": {"name": "town", "schema": CLOSED}}
+CITIES = ("Rome", "Oslo")
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": CITIES}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("a/weather", "time")]
+FORM: Any = {"type": "json_schema", "json_schema": {"name": "town", "schema": SCHEMA}}
 REQUEST: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "temperature": 1, "seed": 3}
 
 
@@ -45,10 +50,7 @@ def test_a_call_that_must_come(path: Path, gpu: Any) -> None:
     found = ask(path, gpu, tools=TOOLS, tool_choice="required", max_tokens=200)
     (call,) = found.message.tool_calls
     assert found.finish_reason == "tool_calls" and not found.message.content
-    assert call.function.name in ("a/weather", "time") and json.loads(call.function.arguments)["city"] in (
-        "Rome",
-        "Oslo",
-    )
+    assert call.function.name in ("a/weather", "time") and json.loads(call.function.arguments)["city"] in CITIES
     chunks = ask(path, gpu, tools=TOOLS, tool_choice="required", max_tokens=200, stream=True)
     parts = [part.function for chunk in chunks for part in chunk.delta.tool_calls or ()]
     assert "".join(part.name or "" for part in parts) == call.function.name
@@ -59,7 +61,7 @@ def test_a_call_that_must_come(path: Path, gpu: Any) -> None:
 
 def test_an_answer_in_a_format(path: Path, gpu: Any) -> None:
     found = ask(path, gpu, response_format=FORM, max_tokens=200)
-    assert json.loads(found.message.content)["city"] in ("Rome", "Oslo") and not found.message.tool_calls
+    assert json.loads(found.message.content)["city"] in CITIES and not found.message.tool_calls
 
 
 @pytest.mark.parametrize("letter", "cf")
@@ -68,7 +70,7 @@ def test_a_call_or_an_answer(path: Path, gpu: Any, letter: str) -> None:
     bias = {str(id): 100 for id in (3 + ord(letter), 260 + ord(letter) - ord("a"))}
     found = ask(path, gpu, tools=TOOLS, response_format=FORM, logit_bias=bias, max_tokens=200)
     text = found.message.tool_calls[0].function.arguments if letter == "c" else found.message.content
-    assert json.loads(text)["city"] in ("Rome", "Oslo")
+    assert json.loads(text)["city"] in CITIES
     assert found.finish_reason == ("tool_calls" if letter == "c" else "stop")
     assert not (found.message.content if letter == "c" else found.message.tool_calls)
 
