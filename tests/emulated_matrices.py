@@ -34,7 +34,7 @@ fn emulated_multiply_add(left: LEFT, right: RIGHT, c: RESULT) -> RESULT {
 fn emulated_load_LEFT_row_major_TILE(at: u32, pitch: u32) -> LEFT {
   var m: LEFT;
   for (var i = 0u; i < Eu; i++) {
-    let w = TILE[row_at(at, pitch) + i];
+    let w = words_TILE(row_at(at, pitch) + i * EIGHT);
     m.v[2u * i] = four(w.xy);
     m.v[2u * i + 1u] = four(w.zw);
   }
@@ -43,7 +43,7 @@ fn emulated_load_LEFT_row_major_TILE(at: u32, pitch: u32) -> LEFT {
 fn emulated_load_RIGHT_row_major_TILE(at: u32, pitch: u32) -> RIGHT {
   var m: RIGHT;
   for (var k = 0u; k < Ku; k++) {
-    let w = TILE[at + k * pitch + lane_of_32 % 2u * (Fu / 2u)];
+    let w = words_TILE(at + k * pitch + lane_of_32 % 2u * (Fu / 2u) * EIGHT);
     for (var q = 0u; q < Fu; q++) {
       m.v[k * Fu + q] = four(select(w.xy, w.zw, q == 1u || (Fu == 1u && lane_of_32 % 2u == 1u)));
     }
@@ -54,12 +54,13 @@ fn emulated_load_RIGHT_col_major_TILE(at: u32, pitch: u32) -> RIGHT {
   var m: RIGHT;
   for (var n = 0u; n < Hu; n++) {
     for (var i = 0u; i < Eu; i++) {
-      let w = TILE[at + (lane_of_32 % 2u * Hu + n) * pitch + i];
+      let w = words_TILE(at + (lane_of_32 % 2u * Hu + n) * pitch + i * EIGHT);
       for (var k = 0u; k < 8u; k++) { m.v[((8u * i + k) * Hu + n) / 4u][n % 4u] = unpack_f16(w[k / 2u])[k % 2u]; }
     }
   }
   return m;
 }
+
 fn emulated_load_RESULT_row_major_TILE(at: u32, pitch: u32) -> RESULT {
   var m: RESULT;
   for (var q = 0u; q < Fu; q++) { m.v[q] = bitcast<vec4<f32>>(TILE[row_at(at, pitch) + lane_of_32 % 2u * Fu + q]); }
@@ -70,6 +71,10 @@ fn emulated_store_row_major_TILE(at: u32, given: RESULT, pitch: u32) {
   for (var q = 0u; q < Fu; q++) { TILE[row_at(at, pitch) + lane_of_32 % 2u * Fu + q] = bitcast<vec4<u32>>(m.v[q]); }
 }
 """
+EIGHT_WORDS = {
+    1: "TILE[at]",
+    2: "vec4<u32>(TILE[at], TILE[at + 1u])",
+}  # by the elements of an array that hold eight f16
 # f16_bits knows finite numbers only
 INFINITIES = """
 fn is_beyond(bits: vec2<u32>, first: u32) -> vec2<bool> { return (bits & vec2<u32>(0x7FFFFFFFu)) >= vec2<u32>(first); }
@@ -103,6 +108,8 @@ def emulated(source: str, native_f16: bool) -> str:
     for kind, (name, _, _) in aliases.items():
         functions = functions.replace(kind, name)
     functions = for_tiles(unrolled(functions), tiles)
+    for tile, eight in tiles.items():
+        functions += f"fn words_{tile}(at: u32) -> vec4<u32> {{ return {EIGHT_WORDS[eight].replace('TILE', tile)}; }}\n"
     if not native_f16:  # then pack2x16float may be missing, too
         source = re.sub(r"\bpack2x16float\(", "pack_any(", source)
         functions = functions.replace("unpack_f16(", "unpack_any(") + INFINITIES

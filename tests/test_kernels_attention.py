@@ -408,7 +408,7 @@ def test_attend_tile(gpu, case, out):
     check_tiles(gpu, case, table, case.shape(MOST), out, rounded(out), TILE_STEPS[2:3])
 
 
-LARGE_MATRIX, SMALL_MATRIX = (route for route in routes.ATTEND if route.kernel == "attend_matrix")
+THREE_MATRIX, LARGE_MATRIX, SMALL_MATRIX = (route for route in routes.ATTEND if route.kernel == "attend_matrix")
 LARGE, SMALL = (route for route in routes.ATTEND if route.kernel == "attend_int8")
 # llvmpipe takes seconds to compile the kernel: few cases, each with something of its own. Large tiles are for heads of
 # 128, for which it has no memory.
@@ -441,7 +441,9 @@ MATRIX = [
     pytest.param(SMALL_MATRIX, Heads(64, 12, 2, KV_F16), 3, Inputs.F32, id="splits"),
     pytest.param(SMALL_MATRIX, Heads(128, 2, 1, KV_F16, window=40), 1, Inputs.F16, id="window", marks=pytest.mark.slow),
     pytest.param(SMALL_MATRIX, Heads(64, 4, 2, KV_F16), 1, Inputs.F16, id="whole", marks=pytest.mark.slow),
-    pytest.param(LARGE_MATRIX, Heads(128, 6, 2, KV_F16), 2, Inputs.F32, id="large"),
+    pytest.param(THREE_MATRIX, Heads(64, 6, 2, KV_F16), 1, Inputs.F32, id="three"),  # 256 loads of 192 invocations
+    pytest.param(THREE_MATRIX, Heads(128, 6, 2, KV_F16), 2, Inputs.F32, id="large three"),
+    pytest.param(LARGE_MATRIX, Heads(128, 4, 2, KV_F16), 2, Inputs.F32, id="large"),
 ]
 
 

@@ -9,7 +9,7 @@
 // first tile and, with trained models, hardly ever after it.
 // One split: writes f32, or blocks with TO_BLOCKS. Several: partial sums and (top, total) for attend_merge.
 // Needs HEAD_DIM 64 or 128, subgroups of 32, f16 matrices of 16 x 16 x 16 (matrix_* makes them of smaller ones),
-// HEADS_PER_KV <= ROWS, WORKGROUP 128 or 256. Parts: f16, matrix_*, pages, blocks_*.
+// HEADS_PER_KV <= ROWS, WORKGROUP 128, 192 or 256. Parts: f16, matrix_*, pages, blocks_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -28,9 +28,10 @@ const ROWS: u32 = WORKGROUP / 2u;
 const TOKENS: u32 = ROWS / HEADS_PER_KV;
 const HEAD_VEC8: u32 = HEAD_DIM / 8u;   // vec4s of f16
 const PITCH: u32 = HEAD_VEC8 + 1u;      // of a position in workgroup memory, with padding
-const SCORE_PITCH: u32 = 9u;            // vec4s of a row: 32 scores, or 32 dimensions of its output, and its factor; or 64 of its query
-const WEIGHT_PITCH: u32 = 5u;
-const LOADS: u32 = KV_TILE * HEAD_VEC8 / WORKGROUP;  // vec4s of keys, or values, that an invocation stages
+const SCORE_PITCH: u32 = 10u;           // vec4s of a row: 32 scores, or 32 dimensions of its output, and its factor; or 64 of its query
+const WEIGHT_PITCH: u32 = 10u;          // vec2s of a row: 32 weights
+const LOADS: u32 = (KV_TILE * HEAD_VEC8 + WORKGROUP - 1u) / WORKGROUP;  // vec4s of keys, or values, that an invocation stages
+const EVEN: bool = KV_TILE * HEAD_VEC8 % WORKGROUP == 0u;
 const LOWEST: f32 = -1e29;
 const MOST: f32 = 32768.0;  // an f16 holds up to 65504
 alias Left = subgroup_matrix_left<f16, 16, 16>;
@@ -42,35 +43,37 @@ alias Result = subgroup_matrix_result<f32, 16, 16>;
 @group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;  // [m, HEADS, SPLITS] (top, total)
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;            // q [m, HEADS, HEAD_DIM]
 @group(0) @binding(8) var<uniform> step: Step;
-var<workgroup> kv: array<vec4<u32>, 2u * KV_TILE * PITCH>;      // f16 [position][dimension]: keys, then values from VALUES on
-var<workgroup> scores: array<vec4<u32>, ROWS * SCORE_PITCH>;    // f32 [row][position], or outputs [row][32 dimensions]; f16 queries at first
-var<workgroup> weights: array<vec4<u32>, ROWS * WEIGHT_PITCH>;  // f16 [row][position]
-var<workgroup> grew: u32;                                       // whether a row needs a new top
+// No padding after the last row: two workgroups must fit in 48 KiB
+var<workgroup> kv: array<vec4<u32>, 2u * KV_TILE * PITCH - 1u>;      // f16 [position][dimension]: keys, then values from VALUES on
+var<workgroup> scores: array<vec4<u32>, ROWS * SCORE_PITCH - 1u>;    // f32 [row][position], or outputs [row][32 dimensions]; f16 queries at first
+var<workgroup> weights: array<vec2<u32>, ROWS * WEIGHT_PITCH>;       // f16 [row][position]
+const GREW: u32 = 8u;  // where weights tells, in padding, whether a row needs a new top
 const VALUES: u32 = KV_TILE * PITCH;
 struct Loads { v: array<vec4<u32>, LOADS> }
+fn load_number(index: u32, i: u32) -> u32 { return select(min(index + i * WORKGROUP, KV_TILE * HEAD_VEC8 - 1u), index + i * WORKGROUP, EVEN); }
 fn load_keys(cell0: u32, index: u32) -> Loads {
   var loads: Loads;
-  for (var i = 0u; i < LOADS; i++) { loads.v[i] = k_cache[cell0 * HEAD_VEC8 + index + i * WORKGROUP]; }
+  for (var i = 0u; i < LOADS; i++) { loads.v[i] = k_cache[cell0 * HEAD_VEC8 + load_number(index, i)]; }
   return loads;
 }
 fn load_values(cell0: u32, index: u32) -> Loads {
   var loads: Loads;
-  for (var i = 0u; i < LOADS; i++) { loads.v[i] = v_cache[cell0 * HEAD_VEC8 + index + i * WORKGROUP]; }
+  for (var i = 0u; i < LOADS; i++) { loads.v[i] = v_cache[cell0 * HEAD_VEC8 + load_number(index, i)]; }
   return loads;
 }
 fn stage(loads: ptr<function, Loads>, to: u32, count: u32, index: u32) {  // positions from count on become 0: cells may hold NaN
   for (var i = 0u; i < LOADS; i++) {
     let n = index + i * WORKGROUP;
-    kv[to + n / HEAD_VEC8 * PITCH + n % HEAD_VEC8] = select(vec4<u32>(), (*loads).v[i], n / HEAD_VEC8 < count);
+    if (EVEN || n < KV_TILE * HEAD_VEC8) { kv[to + n / HEAD_VEC8 * PITCH + n % HEAD_VEC8] = select(vec4<u32>(), (*loads).v[i], n / HEAD_VEC8 < count); }
   }
 }
-fn half8(a: vec4<f32>, b: vec4<f32>) -> vec4<u32> { return vec4<u32>(pack_f16(a.xy), pack_f16(a.zw), pack_f16(b.xy), pack_f16(b.zw)); }
+fn half4(v: vec4<f32>) -> vec2<u32> { return vec2<u32>(pack_f16(v.xy), pack_f16(v.zw)); }
 fn score4(at: u32) -> vec4<f32> { return bitcast<vec4<f32>>(scores[at]); }
 fn stage_queries(dim0: u32, kv_head: u32, token0: u32, segment: vec4<u32>, index: u32) {  // 64 dimensions of all rows, in place of scores
   for (var n = index; n < ROWS * 8u; n += WORKGROUP) {
     let at = place(n / 8u, kv_head, token0, segment).first4 + dim0 / 4u + n % 8u * 2u;
     const LOG2 = SCALE * 1.4426950408889634;  // exponentials are taken with exp2
-    scores[n / 8u * SCORE_PITCH + n % 8u] = half8(x[at] * LOG2, x[at + 1u] * LOG2);
+    scores[n / 8u * SCORE_PITCH + n % 8u] = vec4<u32>(half4(x[at] * LOG2), half4(x[at + 1u] * LOG2));
   }
 }
 fn rescale_strip(row0: u32, lane: u32) {  // 32 dimensions of 16 rows, times their factors
@@ -84,19 +87,23 @@ fn sum4(v: vec4<f32>) -> f32 { return (v.x + v.y) + (v.z + v.w); }
 fn masked(v: vec4<f32>, since: u32, seen: u32) -> vec4<f32> {  // since: positions from the first that the row sees; it wraps around before it
   return select(vec4<f32>(-1e30), v, vec4<u32>(since) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(seen));
 }
-struct Sixteen { a: vec4<f32>, b: vec4<f32>, c: vec4<f32>, d: vec4<f32> }  // of a row, 16 positions
+// Every other four positions of a row, whose two lanes take turns: so eight lanes read or store in all banks of workgroup memory, as
+// they do when a matrix is stored with this pitch.
+struct Sixteen { a: vec4<f32>, b: vec4<f32>, c: vec4<f32>, d: vec4<f32> }
 fn load_scores(at: u32, whole: bool, since: u32, seen: u32) -> Sixteen {
-  let v = Sixteen(score4(at), score4(at + 1u), score4(at + 2u), score4(at + 3u));
+  let v = Sixteen(score4(at), score4(at + 2u), score4(at + 4u), score4(at + 6u));
   if (whole) { return v; }
-  return Sixteen(masked(v.a, since, seen), masked(v.b, since + 4u, seen), masked(v.c, since + 8u, seen), masked(v.d, since + 12u, seen));
+  return Sixteen(masked(v.a, since, seen), masked(v.b, since + 8u, seen), masked(v.c, since + 16u, seen), masked(v.d, since + 24u, seen));
 }
 fn store_weights(at: u32, v: Sixteen, top: f32) -> f32 {  // returns their sum
   let a = exp2(v.a - top);
   let b = exp2(v.b - top);
   let c = exp2(v.c - top);
   let d = exp2(v.d - top);
-  weights[at] = half8(a, b);
-  weights[at + 1u] = half8(c, d);
+  weights[at] = half4(a);
+  weights[at + 2u] = half4(b);
+  weights[at + 4u] = half4(c);
+  weights[at + 6u] = half4(d);
   return sum4((a + b) + (c + d));
 }
 fn store4(at: u32, v: vec4<f32>) {
@@ -168,20 +175,19 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let q5 = subgroupMatrixLoad<Left, row_major>(&scores, s_at + 2u, SCORE_PITCH);
   let q6 = subgroupMatrixLoad<Left, row_major>(&scores, s_at + 4u, SCORE_PITCH);
   let q7 = subgroupMatrixLoad<Left, row_major>(&scores, s_at + 6u, SCORE_PITCH);
-  let row = row0 + lane % 16u;  // of the softmax
-  let half = lane / 16u;        // of the positions of a kv tile
+  let row = row0 + lane / 2u;  // of the softmax
+  let turn = lane % 2u;
   let own = place(row, workgroup.x, token0, segment);
-  let own_scores = row * SCORE_PITCH + half * 4u;
-  let own_weights = row * WEIGHT_PITCH + half * 2u;
+  let own_scores = row * SCORE_PITCH + turn;
+  let own_weights = row * WEIGHT_PITCH + turn;
   var top = LOWEST;
   var total = 0.0;
   var o0: Result; var o1: Result; var o2: Result; var o3: Result;
   var o4: Result; var o5: Result; var o6: Result; var o7: Result;
   // nothing is before the first kv tile: no weights, no values
-  for (var n = index; n < KV_TILE * PITCH; n += WORKGROUP) { kv[VALUES + n] = vec4<u32>(); }
-  for (var n = index; n < ROWS * WEIGHT_PITCH; n += WORKGROUP) { weights[n] = vec4<u32>(); }
+  for (var n = index; n < KV_TILE * PITCH - 1u; n += WORKGROUP) { kv[VALUES + n] = vec4<u32>(); }
+  for (var n = index; n < ROWS * WEIGHT_PITCH; n += WORKGROUP) { weights[n] = vec2<u32>(); }
   stage(&keys, 0u, KV_TILE, index);
-  if (index == 0u) { grew = 0u; }
   cell = head_cell + cell_of(segment.z, min(begin + 1u, tiles - 1u) * KV_TILE);
   keys = load_keys(cell, index);
   var next_cell = head_cell + cell_of(segment.z, min(begin + 2u, tiles - 1u) * KV_TILE);  // read early: the loads wait for it
@@ -211,7 +217,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         o6 = subgroupMatrixMultiplyAccumulate(w0, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + HIGH / 8u + 4u, PITCH), o6);
         o7 = subgroupMatrixMultiplyAccumulate(w0, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + HIGH / 8u + 6u, PITCH), o7);
       }
-      let w1 = subgroupMatrixLoad<Left, row_major>(&weights, row0 * WEIGHT_PITCH + 2u, WEIGHT_PITCH);
+      let w1 = subgroupMatrixLoad<Left, row_major>(&weights, row0 * WEIGHT_PITCH + 4u, WEIGHT_PITCH);
       o0 = subgroupMatrixMultiplyAccumulate(w1, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + 16u * PITCH, PITCH), o0);
       o1 = subgroupMatrixMultiplyAccumulate(w1, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + 16u * PITCH + 2u, PITCH), o1);
       o2 = subgroupMatrixMultiplyAccumulate(w1, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + 16u * PITCH + 4u, PITCH), o2);
@@ -251,24 +257,24 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
       cell = next_cell;
       next_cell = head_cell + cell_of(segment.z, min(tile + 3u, tiles - 1u) * KV_TILE);
       let whole = p0 + KV_TILE <= first_token_end && WINDOW == 0u;  // every row sees all positions of the kv tile
-      let sum = store_weights(own_weights, load_scores(own_scores, whole, p0 + half * 16u - own.begin, own.seen), top);
-      if (sum > MOST) { grew = 1u; }
-      if (workgroupUniformLoad(&grew) != 0u) { break; }  // with its barriers: weights, keys and values are there
+      let sum = store_weights(own_weights, load_scores(own_scores, whole, p0 + turn * 4u - own.begin, own.seen), top);
+      if (sum > MOST) { weights[GREW].x = 1u; }
+      if (workgroupUniformLoad(&weights[GREW]).x != 0u) { break; }  // with its barriers: weights, keys and values are there
       total += sum;
       tile++;
     }
     if (tile >= end) { break; }
     let since = tile * KV_TILE - own.begin;
     let a = load_scores(row * SCORE_PITCH, false, since, own.seen);
-    let b = load_scores(row * SCORE_PITCH + 4u, false, since + 16u, own.seen);
+    let b = load_scores(row * SCORE_PITCH + 1u, false, since + 4u, own.seen);
     let most = max4(max(max(max(a.a, a.b), max(a.c, a.d)), max(max(b.a, b.b), max(b.c, b.d))));
     let rescale = exp2(min(top - most, 0.0));
     top = max(top, most);
-    total = total * rescale + store_weights(own_weights, load_scores(own_scores, false, since + half * 16u, own.seen), top);
+    total = total * rescale + store_weights(own_weights, load_scores(own_scores, false, since + turn * 4u, own.seen), top);
     workgroupBarrier();  // all have read their scores
-    if (index == 0u) { grew = 0u; }
+    if (index == 0u) { weights[GREW].x = 0u; }
     if (tile > begin) {
-      if (half == 0u) { scores[row * SCORE_PITCH + 8u] = vec4<u32>(bitcast<u32>(rescale)); }
+      if (turn == 0u) { scores[row * SCORE_PITCH + 8u] = vec4<u32>(bitcast<u32>(rescale)); }
       subgroupMatrixStore<row_major>(&scores, s_at, o0, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, s_at + 4u, o1, SCORE_PITCH);
       workgroupBarrier();
       rescale_strip(row0, lane);
@@ -299,10 +305,10 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     tile++;
   }
   workgroupBarrier();  // all are done with weights, which two lanes of a row now use to add up their totals
-  weights[own_weights] = vec4<u32>(bitcast<u32>(total));
+  weights[own_weights] = vec2<u32>(bitcast<u32>(total));
   workgroupBarrier();
-  let all = bitcast<f32>(weights[row * WEIGHT_PITCH].x) + bitcast<f32>(weights[row * WEIGHT_PITCH + 2u].x);
-  if (half == 0u) {
+  let all = bitcast<f32>(weights[row * WEIGHT_PITCH].x) + bitcast<f32>(weights[row * WEIGHT_PITCH + 1u].x);
+  if (turn == 0u) {
     scores[row * SCORE_PITCH + 8u] = vec4<u32>(bitcast<u32>(select(1.0, 1.0 / all, SPLITS == 1u)));
     if (SPLITS > 1u && own.live) { stats[own.first4 / (HEAD_DIM / 4u) * SPLITS + split] = vec2<f32>(top * 0.6931471805599453, all); }
   }

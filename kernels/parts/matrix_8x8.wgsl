@@ -1,5 +1,6 @@
 // A 16 x 16 matrix of four, for adapters whose matrices are 8 x 8 x 8.
-// What is written for TILE is repeated for each array that the kernel loads from or stores to: see shaders.split_matrices.
+// What is written for TILE is repeated for each array that the kernel loads from or stores to, with EIGHT elements for eight f16:
+// see shaders.split_matrices.
 alias Left8 = subgroup_matrix_left<f16, 8, 8>;
 alias Right8 = subgroup_matrix_right<f16, 8, 8>;
 alias Result8 = subgroup_matrix_result<f32, 8, 8>;
@@ -18,19 +19,20 @@ fn multiply_add(a: Left, b: Right, c: Result) -> Result {
 
 fn load_Left_row_major_TILE(at: u32, pitch: u32) -> Left {
   let down = at + 8u * pitch;
-  return Left(subgroupMatrixLoad<Left8, row_major>(&TILE, at, pitch), subgroupMatrixLoad<Left8, row_major>(&TILE, at + 1u, pitch),
-              subgroupMatrixLoad<Left8, row_major>(&TILE, down, pitch), subgroupMatrixLoad<Left8, row_major>(&TILE, down + 1u, pitch));
+  return Left(subgroupMatrixLoad<Left8, row_major>(&TILE, at, pitch), subgroupMatrixLoad<Left8, row_major>(&TILE, at + EIGHT, pitch),
+              subgroupMatrixLoad<Left8, row_major>(&TILE, down, pitch), subgroupMatrixLoad<Left8, row_major>(&TILE, down + EIGHT, pitch));
 }
 fn load_Right_row_major_TILE(at: u32, pitch: u32) -> Right {
   let down = at + 8u * pitch;
-  return Right(subgroupMatrixLoad<Right8, row_major>(&TILE, at, pitch), subgroupMatrixLoad<Right8, row_major>(&TILE, at + 1u, pitch),
-               subgroupMatrixLoad<Right8, row_major>(&TILE, down, pitch), subgroupMatrixLoad<Right8, row_major>(&TILE, down + 1u, pitch));
+  return Right(subgroupMatrixLoad<Right8, row_major>(&TILE, at, pitch), subgroupMatrixLoad<Right8, row_major>(&TILE, at + EIGHT, pitch),
+               subgroupMatrixLoad<Right8, row_major>(&TILE, down, pitch), subgroupMatrixLoad<Right8, row_major>(&TILE, down + EIGHT, pitch));
 }
 fn load_Right_col_major_TILE(at: u32, pitch: u32) -> Right {
   let right = at + 8u * pitch;
   return Right(subgroupMatrixLoad<Right8, col_major>(&TILE, at, pitch), subgroupMatrixLoad<Right8, col_major>(&TILE, right, pitch),
-               subgroupMatrixLoad<Right8, col_major>(&TILE, at + 1u, pitch), subgroupMatrixLoad<Right8, col_major>(&TILE, right + 1u, pitch));
+               subgroupMatrixLoad<Right8, col_major>(&TILE, at + EIGHT, pitch), subgroupMatrixLoad<Right8, col_major>(&TILE, right + EIGHT, pitch));
 }
+
 fn load_Result_row_major_TILE(at: u32, pitch: u32) -> Result {
   let down = at + 8u * pitch;
   return Result(subgroupMatrixLoad<Result8, row_major>(&TILE, at, pitch), subgroupMatrixLoad<Result8, row_major>(&TILE, at + 2u, pitch),

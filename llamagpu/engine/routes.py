@@ -1231,10 +1231,13 @@ def matrix_attention(s: Attention, c: Caps, workgroup: int) -> bool:
     return s.half and s.m > 64 and heads and fits
 
 
-def large_matrix_tiles(s: Attention, c: Caps) -> bool:
+def large_matrix_tiles(s: Attention, c: Caps, workgroup: int) -> bool:
     """Whether attend_matrix should have large tiles: with heads of 128 a core of an H200 runs one workgroup at a time,
-    and one with twice the rows takes 1.3 times as long. Where small tiles leave cores idle, they are better."""
-    return s.head_dim == 128 and s.heads * s.m > SMALL_TILES and matrix_attention(s, c, 256)
+    and one with twice the rows takes 1.3 times as long. Where small tiles leave cores idle, they are better. Three
+    heads to a KV head fill 96 rows: 512 tokens of Llama 3B take 128 workgroups (341 us at a depth of 8192), with 128
+    rows 104 (383), each on a core of its own."""
+    large = s.head_dim == 128 and s.heads * s.m > SMALL_TILES and workgroup == (192 if s.heads_per_kv % 3 == 0 else 256)
+    return large and matrix_attention(s, c, workgroup)
 
 
 ATTEND: Table[Attention] = (
@@ -1245,13 +1248,16 @@ ATTEND: Table[Attention] = (
         lambda s, c, caps, rows, position: (s.kv_heads * c["HEAD_SHARES"], s.splits, rows),
         (Role.KV_RUN, Role.PAGES, Role.INT8_BLOCK, Role.BLOCKS),
     ),
-    Route(
-        "attend_matrix",
-        large_matrix_tiles,
-        f"more than {SMALL_TILES} rows of all heads, f16 will do, matrix units, head_dim 128, 128 heads to a KV head",
-        int8_tile_grid,
-        (Role.MATRIX, Role.PAGES, Role.BLOCKS),
-        {"WORKGROUP": 256},
+    *(
+        Route(
+            "attend_matrix",
+            partial(large_matrix_tiles, workgroup=workgroup),
+            f"more than {SMALL_TILES} rows of all heads, f16 will do, matrix units, head_dim 128, {heads} to a KV head",
+            int8_tile_grid,
+            (Role.MATRIX, Role.PAGES, Role.BLOCKS),
+            {"WORKGROUP": workgroup},
+        )
+        for workgroup, heads in ((192, "3 heads or a multiple up to 96"), (256, "128 heads"))
     ),
     Route(
         "attend_matrix",
@@ -1355,10 +1361,10 @@ def int8_tile_bytes(head_dim: int, workgroup: int) -> int:
 
 
 def matrix_attention_bytes(head_dim: int, workgroup: int) -> int:
-    """Workgroup memory of attend_matrix: kv tiles of keys and of values, scores and weights of its rows, a flag."""
-    own = constants("attend_matrix")
-    rows = workgroup // 2 * (own["SCORE_PITCH"] + own["WEIGHT_PITCH"])
-    return 16 * (2 * own["KV_TILE"] * (head_dim // 8 + 1) + rows) + 16
+    """Workgroup memory of attend_matrix: kv tiles of keys and of values, scores and weights of its rows."""
+    own, rows = constants("attend_matrix"), workgroup // 2
+    vec4s = 2 * own["KV_TILE"] * (head_dim // 8 + 1) - 1 + rows * own["SCORE_PITCH"] - 1
+    return 16 * vec4s + 8 * rows * own["WEIGHT_PITCH"]
 
 
 def int8_kv_bytes(s: Attention, capacity: int) -> int:

@@ -7,7 +7,7 @@ composition: the first is kept.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +18,7 @@ BINDING = re.compile(r"^@group\(0\) @binding\((\d+)\) var(?:<([^>]+)>)? (\w+):",
 SUBGROUP_OPERATION = re.compile(r"\bsubgroup[A-Z]\w*\(")
 ENTRY = re.compile(r"^(@compute @workgroup_size\(\w+\)\nfn main\([^)]*(?:\([^)]*\)[^)]*)*)\) \{\n", re.M)
 MATRIX_ACCESS = re.compile(r"subgroupMatrix(Load|Store)<(?:(\w+), )?(row_major|col_major)>\(&(\w+), ")
+MATRIX_ARRAY = re.compile(r"^var<workgroup> (\w+): array<vec([24])<u32>", re.M)
 FUSED_CALLS = re.compile(
     r"(?<!fn )\b(layer\(\)|slab_index\(\)|wait\(index)"
 )  # defined by unfused.wgsl outside of a fused kernel
@@ -77,8 +78,9 @@ def split_matrices(part: str, kernel: str) -> tuple[str, str]:
     return for_tiles(part, tiles), kernel
 
 
-def matrix_calls(source: str, prefix: str = "") -> tuple[str, list[str]]:
-    """The kernel with calls of WGSL functions in place of those on subgroup matrices; the arrays they load and store.
+def matrix_calls(source: str, prefix: str = "") -> tuple[str, dict[str, int]]:
+    """The kernel with calls of WGSL functions in place of those on subgroup matrices; the arrays they load and store,
+    with the elements that hold eight f16.
 
     An array is part of a function's name: its length is part of its type, so no function takes them all.
     """
@@ -87,15 +89,25 @@ def matrix_calls(source: str, prefix: str = "") -> tuple[str, list[str]]:
         action, matrix, order, tile = found.groups()
         return f"{prefix}{'_'.join(filter(None, (action.lower(), matrix, order, tile)))}("
 
-    tiles = sorted({found[3] for found in MATRIX_ACCESS.findall(source)})
+    used = {found[3] for found in MATRIX_ACCESS.findall(source)}
+    tiles = {name: 4 // int(words) for name, words in sorted(MATRIX_ARRAY.findall(source)) if name in used}
     source = MATRIX_ACCESS.sub(call, source).replace("subgroupMatrixMultiplyAccumulate(", f"{prefix}multiply_add(")
     return source, tiles
 
 
-def for_tiles(text: str, tiles: Sequence[str]) -> str:
-    """The paragraphs with functions for TILE once for each of the tiles."""
-    paragraphs = text.split("\n\n")
-    return "\n".join(p.replace("TILE", tile) for p in paragraphs for tile in (tiles if "_TILE" in p else [""]))
+def for_tiles(text: str, tiles: Mapping[str, int]) -> str:
+    """The paragraphs with functions for TILE once for each of the tiles; those for results where an element is a vec4.
+
+    EIGHT is the number of elements that hold eight f16.
+    """
+    written = []
+    for paragraph in text.split("\n\n"):
+        if "_TILE" not in paragraph:
+            written.append(paragraph)
+            continue
+        fits = {tile: eight for tile, eight in tiles.items() if eight == 1 or "Result" not in paragraph}
+        written += [paragraph.replace("TILE", tile).replace("EIGHT", f"{eight}u") for tile, eight in fits.items()]
+    return "\n".join(written)
 
 
 def declared_name(line: str) -> str | None:

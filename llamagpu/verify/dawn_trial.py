@@ -49,14 +49,15 @@ MATRIX_PRODUCT = """
 @group(0) @binding(0) var<storage, read> x: array<vec4<u32>, 32>;
 @group(0) @binding(1) var<storage, read> w: array<vec4<u32>, 32>;
 @group(0) @binding(2) var<storage, read_write> y: array<vec4<u32>, 64>;
-var<workgroup> x_tile: array<vec4<u32>, 32>;
+var<workgroup> x_tile: array<vec2<u32>, 64>;
 var<workgroup> w_tile: array<vec4<u32>, 32>;
 var<workgroup> y_tile: array<vec4<u32>, 64>;
 @compute @workgroup_size(128)
 fn main(@builtin(local_invocation_index) index: u32) {
-  if (index < 32u) { x_tile[index] = x[index]; w_tile[index] = w[index]; }
+  if (index < 32u) { x_tile[2u * index] = x[index].xy; x_tile[2u * index + 1u] = x[index].zw; }
+  if (index < 32u) { w_tile[index] = w[index]; }
   workgroupBarrier();
-  let a = subgroupMatrixLoad<Left, row_major>(&x_tile, 0u, 2u);
+  let a = subgroupMatrixLoad<Left, row_major>(&x_tile, 0u, 4u);
   var c = Result();
   c = subgroupMatrixMultiplyAccumulate(a, subgroupMatrixLoad<Right, row_major>(&w_tile, 0u, 2u), c);
   subgroupMatrixStore<row_major>(&y_tile, 0u, c, 4u);
