@@ -30,8 +30,15 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   for (var r = 0u; r < ITERATIONS; r++) {
     let i = 2u * min(index + r * WORKGROUP, WIDTH / 8u - 1u);
     let in_range = index + r * WORKGROUP < WIDTH / 8u;
-    v[r] = mat2x4<f32>(residual(row, i, in_range), residual(row, i + 1u, in_range));
+    v[r] = mat2x4<f32>(residual(row, i), residual(row, i + 1u));
     if (in_range) { squares += dot(v[r][0], v[r][0]) + dot(v[r][1], v[r][1]); }
+  }
+  for (var r = 0u; r < ITERATIONS; r++) {
+    let i = index + r * WORKGROUP;
+    if (i < WIDTH / 8u) {
+      keep_residual(row, 2u * i, v[r][0]);
+      keep_residual(row, 2u * i + 1u, v[r][1]);
+    }
   }
   let scale = inverseSqrt(sum_workgroup(squares, index) / f32(WIDTH) + EPS);
   for (var r = 0u; r < ITERATIONS; r++) {
