@@ -405,7 +405,7 @@ def test_timestamps_beyond_one_query_set(gpu: Gpu) -> None:
     if "timestamp-query-inside-passes" not in gpu.features:
         pytest.skip("the adapter has no timestamps inside passes")
     buffer, watch = gpu.zeros(64, "y"), Stopwatch(gpu)
-    dispatch = gpu.dispatch("fill_random", (), {"WORDS": 16, "VALUE": 7}, {"y": buffer}, (1, 1, 1))
+    dispatch = gpu.dispatch("fill_random", (), {"WORDS": 16, "MASK": 0, "VALUE": 7}, {"y": buffer}, (1, 1, 1))
     for count in (5000, 3):  # the second time the queries are used again
         stamps, span = watch.dispatches_ns([Step(Plan([dispatch] * count))])
         assert len(stamps) == count + 1 and span.dispatches == count

@@ -192,7 +192,7 @@ def test_a_chain_counts_by_units(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> N
     watch, buffer = Stopwatch(gpu), gpu.zeros(4 << 20, "y")
 
     def least(words: int, dispatches: int) -> float:
-        fill = gpu.dispatch("fill_random", (), {"WORDS": words, "VALUE": 7}, {"y": buffer}, (64, 1, 1))
+        fill = gpu.dispatch("fill_random", (), {"WORDS": words, "MASK": 0, "VALUE": 7}, {"y": buffer}, (64, 1, 1))
         return min(watch.repeated_ns([[fill] * dispatches]) for _ in range(3))
 
     assert 0 < least(1 << 14, 1) < least(1 << 20, 64)  # 0.06 and 100 ms on two idle cores

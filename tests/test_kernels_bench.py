@@ -5,6 +5,8 @@ import pytest
 from kernel_cases import covers, run
 
 from llamagpu.engine import synthetic
+from llamagpu.engine.weights import MatrixShard
+from llamagpu.files.storage import Layout, PackedMatrix, Storage, dequantize
 from llamagpu.gpu import shaders
 from llamagpu.gpu.recorder import Recorder
 from llamagpu.verify.reference import random
@@ -12,14 +14,43 @@ from llamagpu.verify.reference import random
 
 @covers("fill_random")
 def test_fill_random(gpu):
-    """Weights for benchmarks: words that differ, their bytes spread evenly over all values; or one word everywhere."""
-    recorder, words, same = Recorder(gpu), gpu.zeros(300_000, "words"), gpu.zeros(4000, "same")
-    synthetic.fill_buffer(gpu, recorder, words, 0)
-    synthetic.fill_buffer(gpu, recorder, same, 1234)
+    """Weights for benchmarks: words that differ, their bytes spread evenly over all values; or some of their bits."""
+    recorder, words = Recorder(gpu), gpu.zeros(300_000, "words")
+    same, signs = gpu.zeros(4000, "same"), gpu.zeros(4000, "signs")
+    synthetic.fill_buffer(gpu, recorder, words)
+    synthetic.fill_buffer(gpu, recorder, same, 0, 1234)
+    synthetic.fill_buffer(gpu, recorder, signs, 0x80000000, 1234)
     found = gpu.read(words, np.uint32, 75_000)
     assert len(np.unique(found)) > 74_990
     assert np.abs(np.bincount(found.view(np.uint8), minlength=256) - 300_000 / 256).max() < 200  # 6 sigma
     assert (gpu.read(same, np.uint32, 1000) == 1234).all()
+    values, counts = np.unique(gpu.read(signs, np.uint32, 1000), return_counts=True)
+    assert values.tolist() == [1234, 0x80000000 | 1234] and counts.min() > 400
+
+
+@pytest.mark.parametrize(
+    "storage, group, scale_bits",
+    [
+        *((Storage.Q4, 32, bits) for bits in (16, 32)),
+        (Storage.Q6, 16, 8),
+        (Storage.Q8, 32, 16),
+        *((storage, 512, 0) for storage in (Storage.F16, Storage.BF16)),
+    ],
+)
+def test_random_weights_have_no_mean(gpu, storage, group, scale_bits):
+    """Otherwise all dimensions of a random model have the same value after a layer or two."""
+    n, layout = 64, Layout(storage, 512, group, scale_bits=scale_bits)
+    scales = gpu.zeros(n * layout.scale_row_bytes, "scales") if scale_bits else None
+    shard = MatrixShard(0, n, layout, gpu.zeros(n * layout.row_bytes, "words"), scales)
+    synthetic.fill_shard(gpu, Recorder(gpu), shard)
+    words, packed = gpu.read(shard.words, np.uint8, n * layout.row_bytes).reshape(n, -1), None
+    words = words.view({"f16": np.float16, "bf16": np.uint16, "q8": np.int8}.get(storage, np.uint8))
+    if scales is not None:
+        dtype = {8: np.uint8, 16: np.float16, 32: np.float32}[scale_bits]
+        packed = gpu.read(scales, dtype, n * layout.scale_row_bytes // np.dtype(dtype).itemsize)
+        packed = packed.reshape(n, 2 if scale_bits == 8 else 512 // group, -1)
+    weights = dequantize(PackedMatrix(layout, words, packed))
+    assert 0.02 < weights.std() < 0.1 and abs(weights.mean()) < 0.03 * weights.std()
 
 
 @covers("fill")

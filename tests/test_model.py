@@ -596,7 +596,7 @@ def test_a_step_in_pieces_gives_the_same(gpu, run, monkeypatch):
 
 
 def test_sizes_of_pieces(gpu):
-    fill = gpu.dispatch("fill_random", (), {"WORDS": 4, "VALUE": 7}, {"y": gpu.status}, (1, 1, 1))
+    fill = gpu.dispatch("fill_random", (), {"WORDS": 4, "MASK": 0, "VALUE": 7}, {"y": gpu.status}, (1, 1, 1))
     sizes = [[len(piece) for piece in Plan([fill] * count).pieces] for count in (1, 36, 37, 115, 227)]
     assert sizes == [[1], [36], [16, 21], [16, 40, 59], [16, 40, 40, 40, 40, 51]]
 

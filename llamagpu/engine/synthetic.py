@@ -105,9 +105,17 @@ MIXES = {
     "bf16": QuantMix("BF16", "BF16", "BF16"),
 }
 FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are no whole blocks, as llama-quantize does it
-SMALL_SCALE = 0.004  # keeps activations of random weights finite
-SMALL_WEIGHTS = {Storage.F16: 0x1C001C00, Storage.BF16: 0x3B803B80}  # two of 0.0039
-SMALL_SUPER_BLOCK = 0x0D0D0D0D  # about the same scale: f16 of 0.00031 times sub-scales of 13
+# Random weights have a standard deviation of about 0.036, and as many are negative as positive, so that scores of
+# attention spread as those of trained models: Llama 1B 4 bits, SmolLM2 with its own weights 4.4. The mean of a nibble
+# is -0.5: with scales of one sign all dimensions soon had the same value, and scores spread over 19 bits.
+SCALES = {Storage.Q4: 2.0**-7, Storage.Q6: 2.0**-9, Storage.Q8: 2.0**-11}
+ALL_BITS = 0xFFFFFFFF
+SIGNS = {16: 0x80008000, 32: 0x80000000}
+FLOATS = {Storage.F16: (0x83FF83FF, 0x28002800), Storage.BF16: (0x807F807F, 0x3D003D00)}  # two from 1/32 to 1/16
+SUPER_BLOCK, SUPER_BLOCK_OFFSETS = (
+    0x0DF30DF3,
+    0x0D0D0D0D,
+)  # f16 of 0.00036 and 0.00031, sub-scales of -13 and 13, or of 13
 
 
 def parse(spec: str) -> tuple[str, str]:
@@ -199,7 +207,7 @@ class SyntheticFile:
     def close(self) -> None: ...
 
     def fill(self, weights: Weights, gpu: Gpu) -> None:
-        """Random words, and scales that keep activations finite."""
+        """Random words, and scales that keep activations small."""
         recorder = Recorder(gpu)
         for matrix in in_order(weights):
             for shard in matrix.shards:
@@ -214,18 +222,22 @@ def fill_shard(gpu: Gpu, recorder: Recorder, shard: MatrixShard) -> None:
     if is_texture(shard.words):
         gpu.write_texture(shard.words, random_texture(shard))
         return
-    value = SMALL_WEIGHTS.get(layout.storage, 0)
-    fill_buffer(gpu, recorder, as_buffer(shard.words), value)
-    if shard.scales is not None:
-        f16 = int(np.float16(SMALL_SCALE).view(np.uint16))
-        f32 = int(np.float32(SMALL_SCALE).view(np.uint32))
-        value = {32: f32, 16: f16 | f16 << 16, 8: SMALL_SUPER_BLOCK}[layout.scale_bits]
-        fill_buffer(gpu, recorder, shard.scales, value)
+    fill_buffer(gpu, recorder, as_buffer(shard.words), *FLOATS.get(layout.storage, ()))
+    if shard.scales is None:
+        return
+    if layout.scale_bits == 8:
+        fill_buffer(gpu, recorder, shard.scales, 0, SUPER_BLOCK_OFFSETS if layout.has_offset else SUPER_BLOCK)
+        return
+    scale = SCALES[layout.storage]
+    f16, f32 = int(np.float16(scale).view(np.uint16)), int(np.float32(scale).view(np.uint32))
+    value = f16 | f16 << 16 if layout.scale_bits == 16 else f32
+    fill_buffer(gpu, recorder, shard.scales, SIGNS[layout.scale_bits], value)
 
 
-def fill_buffer(gpu: Gpu, recorder: Recorder, buffer: AnyBuffer, value: int) -> None:
-    """Fill with one word, or with random words where it is 0."""
-    consts = {"WORDS": buffer.size // 4, "VALUE": value, "SEED": len(buffer.label) + buffer.size % 1000003}
+def fill_buffer(gpu: Gpu, recorder: Recorder, buffer: AnyBuffer, mask: int = ALL_BITS, value: int = 0) -> None:
+    """Fill with random words, of which the bits of the mask are kept, and the bits of a value."""
+    consts = {"WORDS": buffer.size // 4, "MASK": mask, "VALUE": value}
+    consts |= {"SEED": len(buffer.label) + buffer.size % 1000003}
     grid = (min(1024, -(-buffer.size // 1024)), 1, 1)
     recorder.submit([Step(Plan([gpu.dispatch("fill_random", (), consts, {"y": buffer}, grid)]))])
 
@@ -235,9 +247,11 @@ def random_texture(shard: MatrixShard) -> NDArray[np.uint32]:
     k, group, rng = shard.k, shard.layout.group, np.random.default_rng(shard.n * shard.k)
     source = _buffer_layout(shard)
     if source.storage is Storage.F16:
-        return to_texture(PackedMatrix(source, np.full((shard.n, k + k % 2), 0.0039, np.float16)))
+        weights = rng.standard_normal((shard.n, k + k % 2), np.float32) * 0.036
+        return to_texture(PackedMatrix(source, weights.astype(np.float16)))
     words = rng.integers(0, 256, (shard.n, source.row_bytes), np.uint8)
-    scales = np.full((shard.n, k // group, 1), SMALL_SCALE, np.float16)
+    signs = rng.choice([-1, 1], (shard.n, k // group, 1))
+    scales = (signs * SCALES[source.storage]).astype(np.float16)
     return to_texture(PackedMatrix(source, words if source.storage is Storage.Q4 else words.view(np.int8), scales))
 
 

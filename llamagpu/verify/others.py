@@ -226,7 +226,7 @@ def log_prob(gpu: Gpu) -> Answer:
 def byte_counts(gpu: Gpu) -> Answer:
     """How often each byte value appears: 1172 times each, 34 more or less."""
     words = gpu.zeros(300_000, "words")
-    synthetic.fill_buffer(gpu, Recorder(gpu), words, 0)
+    synthetic.fill_buffer(gpu, Recorder(gpu), words)
     return np.bincount(gpu.read(words, np.uint8, 300_000), minlength=256), np.full(256, 300_000 / 256)
 
 
