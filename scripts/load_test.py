@@ -36,20 +36,21 @@ import httpx
 import numpy as np
 
 from llamagpu.convert.gguf_header import encode_header, padding, tensor_bytes
-from llamagpu.engine.synthetic import SMALL_SCALE, SyntheticFile, synthetic_metadata
+from llamagpu.engine.synthetic import SCALES, SyntheticFile, synthetic_metadata
 from llamagpu.errors import LlamaGpuError
 from llamagpu.files.gguf_file import BLOCKS, GgufFile
+from llamagpu.files.storage import Storage
 from llamagpu.hub.registry import resolve
 
 WORDS = "the quick brown fox jumps over a lazy dog and then it sleeps in the warm sun for an hour"
 TIMEOUT_S = 600.0
 METRIC = "llamagpu_"
 UNUSED = 5  # the type of a token that stands for nothing
-SCALES = {
-    "Q4_0": (0, SMALL_SCALE),
-    "Q6_K": (208, SMALL_SCALE / 64),
-    "Q8_0": (0, SMALL_SCALE / 16),
-}  # where a block has its scale, and a small one
+BLOCK_SCALES = {
+    "Q4_0": (0, SCALES[Storage.Q4]),
+    "Q6_K": (208, SCALES[Storage.Q6] / 32),
+    "Q8_0": (0, SCALES[Storage.Q8]),
+}  # where a block has its scale, and one of random weights; of Q6_K its product with a sub-scale
 COMPARED_PROMPT, COMPARED_NEW = 128, 64  # words and tokens of a request with --compare
 
 
@@ -324,10 +325,11 @@ def write_synthetic(shapes: str, tokens: Path, path: Path) -> None:
             if tensor.ggml_type == "F32":
                 blocks = np.ones(size // 4, np.float32)
             else:
-                first, scale = SCALES[tensor.ggml_type]
+                first, scale = BLOCK_SCALES[tensor.ggml_type]
                 block = BLOCKS[tensor.ggml_type][1]
                 blocks = rng.integers(0, 256, (size // block, block), np.uint8)
-                blocks[:, first : first + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+                scales = rng.choice(np.array([[-scale], [scale]], np.float16), len(blocks))
+                blocks[:, first : first + 2] = scales.view(np.uint8)
             out.write(blocks.tobytes() + padding(size))
 
 
