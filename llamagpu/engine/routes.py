@@ -1233,11 +1233,18 @@ def matrix_attention(s: Attention, c: Caps, workgroup: int) -> bool:
 
 def large_matrix_tiles(s: Attention, c: Caps, workgroup: int) -> bool:
     """Whether attend_matrix should have large tiles: with heads of 128 a core of an H200 runs one workgroup at a time,
-    and one with twice the rows takes 1.3 times as long. Where small tiles leave cores idle, they are better. Three
-    heads to a KV head fill 96 rows: 512 tokens of Llama 3B take 128 workgroups (341 us at a depth of 8192), with 128
-    rows 104 (383), each on a core of its own."""
-    large = s.head_dim == 128 and s.heads * s.m > SMALL_TILES and workgroup == (192 if s.heads_per_kv % 3 == 0 else 256)
+    and one with twice the rows takes 1.3 times as long. Where small tiles leave cores idle, they are better."""
+    large = s.head_dim == 128 and s.heads * s.m > SMALL_TILES and workgroup == large_matrix_workgroup(s)
     return large and matrix_attention(s, c, workgroup)
+
+
+def large_matrix_workgroup(s: Attention) -> int:
+    """Three heads to a KV head fill 96 rows: 512 tokens of Llama 3B take 128 workgroups (341 us at a depth of 8192),
+    with 128 rows 104 (366), each on a core of its own. 2048 tokens would take the cores four rounds, not three."""
+    if s.heads_per_kv % 3 or 96 % s.heads_per_kv:
+        return 256
+    small, large = (-(-s.kv_heads * -(-s.m // (rows // s.heads_per_kv)) // CORES) for rows in (96, 128))
+    return 192 if small <= large else 256
 
 
 ATTEND: Table[Attention] = (
@@ -1257,7 +1264,7 @@ ATTEND: Table[Attention] = (
             (Role.MATRIX, Role.PAGES, Role.BLOCKS),
             {"WORKGROUP": workgroup},
         )
-        for workgroup, heads in ((192, "3 heads or a multiple up to 96"), (256, "128 heads"))
+        for workgroup, heads in ((192, "3, 6, 12, 24, 48 or 96 heads"), (256, "128 heads"))
     ),
     Route(
         "attend_matrix",

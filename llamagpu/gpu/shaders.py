@@ -91,6 +91,7 @@ def matrix_calls(source: str, prefix: str = "") -> tuple[str, dict[str, int]]:
 
     used = {found[3] for found in MATRIX_ACCESS.findall(source)}
     tiles = {name: 4 // int(words) for name, words in sorted(MATRIX_ARRAY.findall(source)) if name in used}
+    assert used == set(tiles), "matrices are in arrays of vec2<u32> or vec4<u32>"
     source = MATRIX_ACCESS.sub(call, source).replace("subgroupMatrixMultiplyAccumulate(", f"{prefix}multiply_add(")
     return source, tiles
 
