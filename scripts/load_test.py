@@ -48,7 +48,7 @@ METRIC = "llamagpu_"
 UNUSED = 5  # the type of a token that stands for nothing
 BLOCK_SCALES = {
     "Q4_0": (0, SCALES[Storage.Q4]),
-    "Q6_K": (208, SCALES[Storage.Q6] / 32),
+    "Q6_K": (208, SCALES[Storage.Q6] / 64),
     "Q8_0": (0, SCALES[Storage.Q8]),
 }  # where a block has its scale, and one of random weights; of Q6_K its product with a sub-scale
 COMPARED_PROMPT, COMPARED_NEW = 128, 64  # words and tokens of a request with --compare

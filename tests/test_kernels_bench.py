@@ -29,17 +29,18 @@ def test_fill_random(gpu):
 
 
 @pytest.mark.parametrize(
-    "storage, group, scale_bits",
+    "storage, group, scale_bits, offset",
     [
-        *((Storage.Q4, 32, bits) for bits in (16, 32)),
-        (Storage.Q6, 16, 8),
-        (Storage.Q8, 32, 16),
-        *((storage, 512, 0) for storage in (Storage.F16, Storage.BF16)),
+        *((Storage.Q4, 32, bits, offset) for bits in (16, 32) for offset in (False, True)),
+        (Storage.Q4, 32, 8, True),
+        *((storage, 16, 8, False) for storage in (Storage.Q6, Storage.Q8)),
+        (Storage.Q8, 32, 16, False),
+        *((storage, 512, 0, False) for storage in (Storage.F16, Storage.BF16)),
     ],
 )
-def test_random_weights_have_no_mean(gpu, storage, group, scale_bits):
+def test_random_weights_have_no_mean(gpu, storage, group, scale_bits, offset):
     """Otherwise all dimensions of a random model have the same value after a layer or two."""
-    n, layout = 64, Layout(storage, 512, group, scale_bits=scale_bits)
+    n, layout = 512, Layout(storage, 512, group, offset, scale_bits)
     scales = gpu.zeros(n * layout.scale_row_bytes, "scales") if scale_bits else None
     shard = MatrixShard(0, n, layout, gpu.zeros(n * layout.row_bytes, "words"), scales)
     synthetic.fill_shard(gpu, Recorder(gpu), shard)
@@ -50,7 +51,7 @@ def test_random_weights_have_no_mean(gpu, storage, group, scale_bits):
         packed = gpu.read(scales, dtype, n * layout.scale_row_bytes // np.dtype(dtype).itemsize)
         packed = packed.reshape(n, 2 if scale_bits == 8 else 512 // group, -1)
     weights = dequantize(PackedMatrix(layout, words, packed))
-    assert 0.02 < weights.std() < 0.1 and abs(weights.mean()) < 0.03 * weights.std()
+    assert 0.03 < weights.std() < 0.08 and abs(weights.mean()) < 0.05 * weights.std()
 
 
 @covers("fill")

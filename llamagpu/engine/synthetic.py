@@ -105,17 +105,15 @@ MIXES = {
     "bf16": QuantMix("BF16", "BF16", "BF16"),
 }
 FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are no whole blocks, as llama-quantize does it
-# Random weights have a standard deviation of about 0.036, and as many are negative as positive, so that scores of
+# Random weights have a standard deviation of 0.036 to 0.07, and as many are negative as positive, so that scores of
 # attention spread as those of trained models: Llama 1B 4 bits, SmolLM2 with its own weights 4.4. The mean of a nibble
 # is -0.5: with scales of one sign all dimensions soon had the same value, and scores spread over 19 bits.
 SCALES = {Storage.Q4: 2.0**-7, Storage.Q6: 2.0**-9, Storage.Q8: 2.0**-11}
 ALL_BITS = 0xFFFFFFFF
 SIGNS = {16: 0x80008000, 32: 0x80000000}
 FLOATS = {Storage.F16: (0x83FF83FF, 0x28002800), Storage.BF16: (0x807F807F, 0x3D003D00)}  # two from 1/32 to 1/16
-SUPER_BLOCK, SUPER_BLOCK_OFFSETS = (
-    0x0DF30DF3,
-    0x0D0D0D0D,
-)  # f16 of 0.00036 and 0.00031, sub-scales of -13 and 13, or of 13
+SUPER_BLOCKS = {Storage.Q6: 0x0AF60AF6, Storage.Q8: 0x06FA06FA}  # f16 of 0.0002 and 0.0001, sub-scales of +-10 and +-6
+SUPER_BLOCK_OFFSETS = 0x00FF00FF, 0x04000400  # f16 from 0.00006 on, any sub-scales, sub-offsets of 4
 
 
 def parse(spec: str) -> tuple[str, str]:
@@ -226,7 +224,8 @@ def fill_shard(gpu: Gpu, recorder: Recorder, shard: MatrixShard) -> None:
     if shard.scales is None:
         return
     if layout.scale_bits == 8:
-        fill_buffer(gpu, recorder, shard.scales, 0, SUPER_BLOCK_OFFSETS if layout.has_offset else SUPER_BLOCK)
+        fill = SUPER_BLOCK_OFFSETS if layout.has_offset else (0, SUPER_BLOCKS[layout.storage])
+        fill_buffer(gpu, recorder, shard.scales, *fill)
         return
     scale = SCALES[layout.storage]
     f16, f32 = int(np.float16(scale).view(np.uint16)), int(np.float32(scale).view(np.uint32))
