@@ -31,7 +31,7 @@ const PITCH: u32 = HEAD_VEC8 + 1u;      // of a position in workgroup memory, wi
 const SCORE_PITCH: u32 = 10u;           // vec4s of a row: 32 scores, or 32 dimensions of its output, and its factor; or 64 of its query
 const WEIGHT_PITCH: u32 = 10u;          // vec2s of a row: 32 weights
 const LOADS: u32 = (KV_TILE * HEAD_VEC8 + WORKGROUP - 1u) / WORKGROUP;  // vec4s of keys, or values, that an invocation stages
-const EVEN: bool = KV_TILE * HEAD_VEC8 % WORKGROUP == 0u;
+const EVEN: bool = KV_TILE * HEAD_VEC8 % WORKGROUP == 0u;  // every invocation stages as many
 const LOWEST: f32 = -1e29;
 const MOST: f32 = 32768.0;  // an f16 holds up to 65504
 alias Left = subgroup_matrix_left<f16, 16, 16>;
@@ -87,8 +87,8 @@ fn sum4(v: vec4<f32>) -> f32 { return (v.x + v.y) + (v.z + v.w); }
 fn masked(v: vec4<f32>, since: u32, seen: u32) -> vec4<f32> {  // since: positions from the first that the row sees; it wraps around before it
   return select(vec4<f32>(-1e30), v, vec4<u32>(since) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(seen));
 }
-// Every other four positions of a row, whose two lanes take turns: so eight lanes read or store in all banks of workgroup memory, as
-// they do when a matrix is stored with this pitch.
+// 16 positions of a row: of the 8 vec4s of its scores one lane takes the even ones, its neighbour the odd ones. With SCORE_PITCH neither
+// these loads nor the stores of matrices have bank conflicts.
 struct Sixteen { a: vec4<f32>, b: vec4<f32>, c: vec4<f32>, d: vec4<f32> }
 fn load_scores(at: u32, whole: bool, since: u32, seen: u32) -> Sixteen {
   let v = Sixteen(score4(at), score4(at + 2u), score4(at + 4u), score4(at + 6u));
@@ -176,10 +176,10 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let q6 = subgroupMatrixLoad<Left, row_major>(&scores, s_at + 4u, SCORE_PITCH);
   let q7 = subgroupMatrixLoad<Left, row_major>(&scores, s_at + 6u, SCORE_PITCH);
   let row = row0 + lane / 2u;  // of the softmax
-  let turn = lane % 2u;
+  let parity = lane % 2u;      // of the vec4s that it takes
   let own = place(row, workgroup.x, token0, segment);
-  let own_scores = row * SCORE_PITCH + turn;
-  let own_weights = row * WEIGHT_PITCH + turn;
+  let own_scores = row * SCORE_PITCH + parity;
+  let own_weights = row * WEIGHT_PITCH + parity;
   var top = LOWEST;
   var total = 0.0;
   var o0: Result; var o1: Result; var o2: Result; var o3: Result;
@@ -257,7 +257,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
       cell = next_cell;
       next_cell = head_cell + cell_of(segment.z, min(tile + 3u, tiles - 1u) * KV_TILE);
       let whole = p0 + KV_TILE <= first_token_end && WINDOW == 0u;  // every row sees all positions of the kv tile
-      let sum = store_weights(own_weights, load_scores(own_scores, whole, p0 + turn * 4u - own.begin, own.seen), top);
+      let sum = store_weights(own_weights, load_scores(own_scores, whole, p0 + parity * 4u - own.begin, own.seen), top);
       if (sum > MOST) { weights[GREW].x = 1u; }
       if (workgroupUniformLoad(&weights[GREW]).x != 0u) { break; }  // with its barriers: weights, keys and values are there
       total += sum;
@@ -270,11 +270,11 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let most = max4(max(max(max(a.a, a.b), max(a.c, a.d)), max(max(b.a, b.b), max(b.c, b.d))));
     let rescale = exp2(min(top - most, 0.0));
     top = max(top, most);
-    total = total * rescale + store_weights(own_weights, load_scores(own_scores, false, since + turn * 4u, own.seen), top);
+    total = total * rescale + store_weights(own_weights, load_scores(own_scores, false, since + parity * 4u, own.seen), top);
     workgroupBarrier();  // all have read their scores
     if (index == 0u) { weights[GREW].x = 0u; }
     if (tile > begin) {
-      if (turn == 0u) { scores[row * SCORE_PITCH + 8u] = vec4<u32>(bitcast<u32>(rescale)); }
+      if (parity == 0u) { scores[row * SCORE_PITCH + 8u] = vec4<u32>(bitcast<u32>(rescale)); }
       subgroupMatrixStore<row_major>(&scores, s_at, o0, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, s_at + 4u, o1, SCORE_PITCH);
       workgroupBarrier();
       rescale_strip(row0, lane);
@@ -308,7 +308,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   weights[own_weights] = vec2<u32>(bitcast<u32>(total));
   workgroupBarrier();
   let all = bitcast<f32>(weights[row * WEIGHT_PITCH].x) + bitcast<f32>(weights[row * WEIGHT_PITCH + 1u].x);
-  if (turn == 0u) {
+  if (parity == 0u) {
     scores[row * SCORE_PITCH + 8u] = vec4<u32>(bitcast<u32>(select(1.0, 1.0 / all, SPLITS == 1u)));
     if (SPLITS > 1u && own.live) { stats[own.first4 / (HEAD_DIM / 4u) * SPLITS + split] = vec2<f32>(top * 0.6931471805599453, all); }
   }

@@ -92,7 +92,9 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     set_sums(&sums, 8u, s.t8); set_sums(&sums, 9u, s.t9); set_sums(&sums, 10u, s.t10); set_sums(&sums, 11u, s.t11);
     set_sums(&sums, 12u, s.t12); set_sums(&sums, 13u, s.t13); set_sums(&sums, 14u, s.t14); set_sums(&sums, 15u, s.t15);
   }
-  if (HELD == 1u && lane < SUMS) { epilogue_prefetch(min(token0 + lane / ROW_PAIRS, step.rows - 1u), row + 2u * (lane % ROW_PAIRS)); }  // while sums are added up
+  if (HELD == 1u && lane < SUMS) {  // the epilogue's loads are in flight while sums are added up
+    epilogue_prefetch(min(token0 + lane / ROW_PAIRS, step.rows - 1u), row + 2u * (lane % ROW_PAIRS));
+  }
   sum_each(&sums, index);
   for (var i = 0u; i < HELD; i++) {
     let number = lane * HELD + i;

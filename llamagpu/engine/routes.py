@@ -1188,6 +1188,7 @@ DEEP_PREFETCH_ROWS = 8  # up to so many, but not one alone, it has 8 positions i
 FEW_SCORES = 12288  # rows x positions up to which it is the fastest for more rows, too
 TILE_ROWS = 17  # fewest rows of attend_tile
 LARGE_TILE_ROWS = 257  # fewest rows of attend_int8's large tiles
+LARGE_MATRIX_TILES = 192, 256  # invocations of attend_matrix's large tiles: twice their rows
 SMALL_TILES = 8192  # rows of all heads up to which attend_matrix has small tiles: 128 workgroups of 64
 
 
@@ -1240,11 +1241,15 @@ def large_matrix_tiles(s: Attention, c: Caps, workgroup: int) -> bool:
 
 def large_matrix_workgroup(s: Attention) -> int:
     """Three heads to a KV head fill 96 rows: 512 tokens of Llama 3B take 128 workgroups (341 us at a depth of 8192),
-    with 128 rows 104 (366), each on a core of its own. 2048 tokens would take the cores four rounds, not three."""
-    if s.heads_per_kv % 3 or 96 % s.heads_per_kv:
-        return 256
-    small, large = (-(-s.kv_heads * -(-s.m // (rows // s.heads_per_kv)) // CORES) for rows in (96, 128))
-    return 192 if small <= large else 256
+    with 128 rows 104 (366), each on a core of its own. 2048 tokens would take four waves of workgroups, not three."""
+    of_three, most = LARGE_MATRIX_TILES
+    if s.heads_per_kv % 3 or of_three // 2 % s.heads_per_kv:
+        return most
+
+    def waves(workgroup: int) -> int:
+        return -(-s.kv_heads * -(-s.m // int8_tokens(s, {"WORKGROUP": workgroup})) // CORES)
+
+    return of_three if waves(of_three) <= waves(most) else most
 
 
 ATTEND: Table[Attention] = (
@@ -1264,7 +1269,7 @@ ATTEND: Table[Attention] = (
             (Role.MATRIX, Role.PAGES, Role.BLOCKS),
             {"WORKGROUP": workgroup},
         )
-        for workgroup, heads in ((192, "3, 6, 12, 24, 48 or 96 heads"), (256, "128 heads"))
+        for workgroup, heads in zip(LARGE_MATRIX_TILES, ("3, 6, 12, 24, 48 or 96 heads", "128 heads"), strict=True)
     ),
     Route(
         "attend_matrix",

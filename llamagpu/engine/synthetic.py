@@ -110,7 +110,8 @@ FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are no whole blocks
 # is -0.5: with scales of one sign all dimensions soon had the same value, and scores spread over 19 bits.
 SCALES = {Storage.Q4: 2.0**-7, Storage.Q6: 2.0**-9, Storage.Q8: 2.0**-11}
 ALL_BITS = 0xFFFFFFFF
-SIGNS = {16: 0x80008000, 32: 0x80000000}
+SIGNS = {16: 0x80008000, 32: 0x80000000}  # by the bits of a scale
+# Random bits and fixed ones, of words
 FLOATS = {Storage.F16: (0x83FF83FF, 0x28002800), Storage.BF16: (0x807F807F, 0x3D003D00)}  # two from 1/32 to 1/16
 SUPER_BLOCKS = {Storage.Q6: 0x0AF60AF6, Storage.Q8: 0x06FA06FA}  # f16 of 0.0002 and 0.0001, sub-scales of +-10 and +-6
 SUPER_BLOCK_OFFSETS = 0x00FF00FF, 0x04000400  # f16 from 0.00006 on, any sub-scales, sub-offsets of 4
