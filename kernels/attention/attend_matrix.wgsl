@@ -1,8 +1,9 @@
 // y[m, HEADS, HEAD_DIM] = softmax(q K^T) V of many tokens over an f16 KV cache, causal; tiled, no score matrix. Both products run
 // on subgroup matrices, f16 with f32 sums.
 // A workgroup takes one KV head, TOKENS tokens of a segment and one split of the context. Its ROWS rows are these tokens in every
-// query head that shares the KV head, 16 for each subgroup. Keys and values pass through workgroup memory in kv tiles of 32
-// positions; the next loads are in flight meanwhile. An iteration adds the values of the tile before to the outputs and computes
+// query head that shares the KV head, 32 for two subgroups: of a kv tile each computes half of the scores, then half of the outputs'
+// dimensions, so that a matrix of keys or values is loaded for two strips of 16 rows. Keys and values pass through workgroup memory
+// in kv tiles of 32 positions; the next loads are in flight meanwhile. An iteration adds the values of the tile before to the outputs and computes
 // the scores of its own. These leave the matrices through workgroup memory: two lanes have a row and make its weights, f16
 // relative to the row's top, a score near the largest so far. Where a lane's weights exceed MOST in all, its top is too low: then
 // the loop is left, and all rows get new tops and weights, and outputs that were rescaled in workgroup memory. That happens in the
@@ -76,10 +77,10 @@ fn stage_queries(dim0: u32, kv_head: u32, token0: u32, segment: vec4<u32>, index
     scores[n / 8u * SCORE_PITCH + n % 8u] = vec4<u32>(half4(x[at] * LOG2), half4(x[at + 1u] * LOG2));
   }
 }
-fn rescale_strip(row0: u32, lane: u32) {  // 32 dimensions of 16 rows, times their factors
+fn rescale_strip(at: u32, row0: u32, lane: u32) {  // 32 dimensions of the 16 rows from row0 on, times their factors
   for (var n = lane; n < 128u; n += 32u) {
-    let first = (row0 + n / 8u) * SCORE_PITCH;
-    scores[first + n % 8u] = bitcast<vec4<u32>>(score4(first + n % 8u) * score4(first + 8u).x);
+    let i = at + n / 8u * SCORE_PITCH + n % 8u;
+    scores[i] = bitcast<vec4<u32>>(score4(i) * score4((row0 + n / 8u) * SCORE_PITCH + 8u).x);
   }
 }
 fn max4(v: vec4<f32>) -> f32 { return max(max(v.x, v.y), max(v.z, v.w)); }
@@ -119,15 +120,15 @@ fn place(row: u32, kv_head: u32, token0: u32, segment: vec4<u32>) -> Place {
   let first4 = ((segment.x + min(token, segment.y - 1u)) * HEADS + head) * (HEAD_DIM / 4u);
   return Place(first4, begin, end - begin, row < TOKENS * HEADS_PER_KV && token < segment.y);
 }
-fn store_strip(dim0: u32, kv_head: u32, token0: u32, segment: vec4<u32>, split: u32, row0: u32, lane: u32) {  // 32 dimensions of 16 rows
+fn store_strip(dim0: u32, kv_head: u32, token0: u32, segment: vec4<u32>, split: u32, at: u32, row0: u32, lane: u32) {  // 32 dimensions of the 16 rows from row0 on
   for (var i = 0u; i < 2u; i++) {
     let n = lane + 32u * i;
     let row = row0 + n / 4u;
     let p = place(row, kv_head, token0, segment);
-    let at = row * SCORE_PITCH + n % 4u * 2u;
+    let own4 = at + n / 4u * SCORE_PITCH + n % 4u * 2u;
     let factor = score4(row * SCORE_PITCH + 8u).x;
-    let a = score4(at) * factor;
-    let b = score4(at + 1u) * factor;
+    let a = score4(own4) * factor;
+    let b = score4(own4 + 1u) * factor;
     let to = p.first4 + dim0 / 4u;
     if (SPLITS == 1u && TO_BLOCKS) {  // 4 neighbouring invocations hold 32 dimensions
       store_block(block_word(to / 8u / BLOCKS, to / 8u % BLOCKS, BLOCKS), BLOCKS, a, b, lane, p.live);
@@ -142,7 +143,9 @@ fn store_strip(dim0: u32, kv_head: u32, token0: u32, segment: vec4<u32>, split: 
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) index: u32, @builtin(subgroup_id) subgroup: u32) {
   let lane = index % 32u;
-  let row0 = subgroup * 16u;
+  let half = subgroup % 2u;          // of a kv tile's positions, and of the dimensions
+  let row_a = subgroup / 2u * 32u;  // of the first strip
+  let row_b = row_a + 16u;
   let segment = step.segment[select(workgroup.z, 0u, ONE_SEGMENT)];  // first row, rows, slot, first position
   let token0 = workgroup.y / SPLITS * TOKENS;  // counted from the segment's first row
   let split = workgroup.y % SPLITS;
@@ -159,31 +162,44 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   var keys = load_keys(cell, index);
   var values = load_values(cell, index);
   const HIGH = HEAD_DIM - 64u;  // 0, or where the second 64 dimensions begin
-  let s_at = row0 * SCORE_PITCH;
+  let at_a = row_a * SCORE_PITCH;
+  let at_b = row_b * SCORE_PITCH;
   stage_queries(0u, workgroup.x, token0, segment, index);
   workgroupBarrier();
-  let q0 = subgroupMatrixLoad<Left, row_major>(&scores, s_at, SCORE_PITCH);
-  let q1 = subgroupMatrixLoad<Left, row_major>(&scores, s_at + 2u, SCORE_PITCH);
-  let q2 = subgroupMatrixLoad<Left, row_major>(&scores, s_at + 4u, SCORE_PITCH);
-  let q3 = subgroupMatrixLoad<Left, row_major>(&scores, s_at + 6u, SCORE_PITCH);
+  let qa0 = subgroupMatrixLoad<Left, row_major>(&scores, at_a, SCORE_PITCH);
+  let qa1 = subgroupMatrixLoad<Left, row_major>(&scores, at_a + 2u, SCORE_PITCH);
+  let qa2 = subgroupMatrixLoad<Left, row_major>(&scores, at_a + 4u, SCORE_PITCH);
+  let qa3 = subgroupMatrixLoad<Left, row_major>(&scores, at_a + 6u, SCORE_PITCH);
+  let qb0 = subgroupMatrixLoad<Left, row_major>(&scores, at_b, SCORE_PITCH);
+  let qb1 = subgroupMatrixLoad<Left, row_major>(&scores, at_b + 2u, SCORE_PITCH);
+  let qb2 = subgroupMatrixLoad<Left, row_major>(&scores, at_b + 4u, SCORE_PITCH);
+  let qb3 = subgroupMatrixLoad<Left, row_major>(&scores, at_b + 6u, SCORE_PITCH);
   workgroupBarrier();
   if (HIGH > 0u) {
     stage_queries(HIGH, workgroup.x, token0, segment, index);
     workgroupBarrier();
   }
-  let q4 = subgroupMatrixLoad<Left, row_major>(&scores, s_at, SCORE_PITCH);
-  let q5 = subgroupMatrixLoad<Left, row_major>(&scores, s_at + 2u, SCORE_PITCH);
-  let q6 = subgroupMatrixLoad<Left, row_major>(&scores, s_at + 4u, SCORE_PITCH);
-  let q7 = subgroupMatrixLoad<Left, row_major>(&scores, s_at + 6u, SCORE_PITCH);
-  let row = row0 + lane / 2u;  // of the softmax
-  let parity = lane % 2u;      // of the vec4s that it takes
+  let qa4 = subgroupMatrixLoad<Left, row_major>(&scores, at_a, SCORE_PITCH);
+  let qa5 = subgroupMatrixLoad<Left, row_major>(&scores, at_a + 2u, SCORE_PITCH);
+  let qa6 = subgroupMatrixLoad<Left, row_major>(&scores, at_a + 4u, SCORE_PITCH);
+  let qa7 = subgroupMatrixLoad<Left, row_major>(&scores, at_a + 6u, SCORE_PITCH);
+  let qb4 = subgroupMatrixLoad<Left, row_major>(&scores, at_b, SCORE_PITCH);
+  let qb5 = subgroupMatrixLoad<Left, row_major>(&scores, at_b + 2u, SCORE_PITCH);
+  let qb6 = subgroupMatrixLoad<Left, row_major>(&scores, at_b + 4u, SCORE_PITCH);
+  let qb7 = subgroupMatrixLoad<Left, row_major>(&scores, at_b + 6u, SCORE_PITCH);
+  let row = index / 2u;    // of the softmax
+  let parity = index % 2u;  // of the vec4s that it takes
   let own = place(row, workgroup.x, token0, segment);
+  let own_keys = half * 16u * PITCH;  // of the subgroup
+  let own_values = VALUES + half * (HEAD_VEC8 / 2u);
   let own_scores = row * SCORE_PITCH + parity;
   let own_weights = row * WEIGHT_PITCH + parity;
+  let strip = subgroup * 16u * SCORE_PITCH;  // where outputs leave the subgroup's matrices
+  let dim0 = half * (HEAD_DIM / 2u);
   var top = LOWEST;
   var total = 0.0;
-  var o0: Result; var o1: Result; var o2: Result; var o3: Result;
-  var o4: Result; var o5: Result; var o6: Result; var o7: Result;
+  var a0: Result; var a1: Result; var a2: Result; var a3: Result;  // outputs of the first strip
+  var b0: Result; var b1: Result; var b2: Result; var b3: Result;
   // nothing is before the first kv tile: no weights, no values
   for (var n = index; n < KV_TILE * PITCH - 1u; n += WORKGROUP) { kv[VALUES + n] = vec4<u32>(); }
   for (var n = index; n < ROWS * WEIGHT_PITCH; n += WORKGROUP) { weights[n] = vec2<u32>(); }
@@ -195,59 +211,81 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   var tile = begin;
   loop {
     loop {
-      var s0: Result; var s1: Result;
+      var s_a: Result; var s_b: Result;
       if (HIGH == 0u) {  // before the products with values: faster with heads of 64, slower with 128 (kernels/README.md)
-        s0 = subgroupMatrixMultiplyAccumulate(q0, subgroupMatrixLoad<Right, col_major>(&kv, 0u, PITCH), Result());
-        s1 = subgroupMatrixMultiplyAccumulate(q0, subgroupMatrixLoad<Right, col_major>(&kv, 16u * PITCH, PITCH), Result());
-        s0 = subgroupMatrixMultiplyAccumulate(q1, subgroupMatrixLoad<Right, col_major>(&kv, 2u, PITCH), s0);
-        s1 = subgroupMatrixMultiplyAccumulate(q1, subgroupMatrixLoad<Right, col_major>(&kv, 16u * PITCH + 2u, PITCH), s1);
-        s0 = subgroupMatrixMultiplyAccumulate(q2, subgroupMatrixLoad<Right, col_major>(&kv, 4u, PITCH), s0);
-        s1 = subgroupMatrixMultiplyAccumulate(q2, subgroupMatrixLoad<Right, col_major>(&kv, 16u * PITCH + 4u, PITCH), s1);
-        s0 = subgroupMatrixMultiplyAccumulate(q3, subgroupMatrixLoad<Right, col_major>(&kv, 6u, PITCH), s0);
-        s1 = subgroupMatrixMultiplyAccumulate(q3, subgroupMatrixLoad<Right, col_major>(&kv, 16u * PITCH + 6u, PITCH), s1);
+        let k0 = subgroupMatrixLoad<Right, col_major>(&kv, own_keys, PITCH);
+        s_a = subgroupMatrixMultiplyAccumulate(qa0, k0, Result());
+        s_b = subgroupMatrixMultiplyAccumulate(qb0, k0, Result());
+        let k1 = subgroupMatrixLoad<Right, col_major>(&kv, own_keys + 2u, PITCH);
+        s_a = subgroupMatrixMultiplyAccumulate(qa1, k1, s_a);
+        s_b = subgroupMatrixMultiplyAccumulate(qb1, k1, s_b);
+        let k2 = subgroupMatrixLoad<Right, col_major>(&kv, own_keys + 4u, PITCH);
+        s_a = subgroupMatrixMultiplyAccumulate(qa2, k2, s_a);
+        s_b = subgroupMatrixMultiplyAccumulate(qb2, k2, s_b);
+        let k3 = subgroupMatrixLoad<Right, col_major>(&kv, own_keys + 6u, PITCH);
+        s_a = subgroupMatrixMultiplyAccumulate(qa3, k3, s_a);
+        s_b = subgroupMatrixMultiplyAccumulate(qb3, k3, s_b);
       }
-      let w0 = subgroupMatrixLoad<Left, row_major>(&weights, row0 * WEIGHT_PITCH, WEIGHT_PITCH);
-      o0 = subgroupMatrixMultiplyAccumulate(w0, subgroupMatrixLoad<Right, row_major>(&kv, VALUES, PITCH), o0);
-      o1 = subgroupMatrixMultiplyAccumulate(w0, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + 2u, PITCH), o1);
-      o2 = subgroupMatrixMultiplyAccumulate(w0, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + 4u, PITCH), o2);
-      o3 = subgroupMatrixMultiplyAccumulate(w0, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + 6u, PITCH), o3);
+      let wa0 = subgroupMatrixLoad<Left, row_major>(&weights, row_a * WEIGHT_PITCH, WEIGHT_PITCH);
+      let wb0 = subgroupMatrixLoad<Left, row_major>(&weights, row_b * WEIGHT_PITCH, WEIGHT_PITCH);
+      let v00 = subgroupMatrixLoad<Right, row_major>(&kv, own_values, PITCH);
+      a0 = subgroupMatrixMultiplyAccumulate(wa0, v00, a0);
+      b0 = subgroupMatrixMultiplyAccumulate(wb0, v00, b0);
+      let v01 = subgroupMatrixLoad<Right, row_major>(&kv, own_values + 2u, PITCH);
+      a1 = subgroupMatrixMultiplyAccumulate(wa0, v01, a1);
+      b1 = subgroupMatrixMultiplyAccumulate(wb0, v01, b1);
       if (HIGH > 0u) {
-        o4 = subgroupMatrixMultiplyAccumulate(w0, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + HIGH / 8u, PITCH), o4);
-        o5 = subgroupMatrixMultiplyAccumulate(w0, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + HIGH / 8u + 2u, PITCH), o5);
-        o6 = subgroupMatrixMultiplyAccumulate(w0, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + HIGH / 8u + 4u, PITCH), o6);
-        o7 = subgroupMatrixMultiplyAccumulate(w0, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + HIGH / 8u + 6u, PITCH), o7);
+        let v02 = subgroupMatrixLoad<Right, row_major>(&kv, own_values + 4u, PITCH);
+        a2 = subgroupMatrixMultiplyAccumulate(wa0, v02, a2);
+        b2 = subgroupMatrixMultiplyAccumulate(wb0, v02, b2);
+        let v03 = subgroupMatrixLoad<Right, row_major>(&kv, own_values + 6u, PITCH);
+        a3 = subgroupMatrixMultiplyAccumulate(wa0, v03, a3);
+        b3 = subgroupMatrixMultiplyAccumulate(wb0, v03, b3);
       }
-      let w1 = subgroupMatrixLoad<Left, row_major>(&weights, row0 * WEIGHT_PITCH + 4u, WEIGHT_PITCH);
-      o0 = subgroupMatrixMultiplyAccumulate(w1, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + 16u * PITCH, PITCH), o0);
-      o1 = subgroupMatrixMultiplyAccumulate(w1, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + 16u * PITCH + 2u, PITCH), o1);
-      o2 = subgroupMatrixMultiplyAccumulate(w1, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + 16u * PITCH + 4u, PITCH), o2);
-      o3 = subgroupMatrixMultiplyAccumulate(w1, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + 16u * PITCH + 6u, PITCH), o3);
+      let wa1 = subgroupMatrixLoad<Left, row_major>(&weights, row_a * WEIGHT_PITCH + 4u, WEIGHT_PITCH);
+      let wb1 = subgroupMatrixLoad<Left, row_major>(&weights, row_b * WEIGHT_PITCH + 4u, WEIGHT_PITCH);
+      let v10 = subgroupMatrixLoad<Right, row_major>(&kv, own_values + 16u * PITCH, PITCH);
+      a0 = subgroupMatrixMultiplyAccumulate(wa1, v10, a0);
+      b0 = subgroupMatrixMultiplyAccumulate(wb1, v10, b0);
+      let v11 = subgroupMatrixLoad<Right, row_major>(&kv, own_values + 16u * PITCH + 2u, PITCH);
+      a1 = subgroupMatrixMultiplyAccumulate(wa1, v11, a1);
+      b1 = subgroupMatrixMultiplyAccumulate(wb1, v11, b1);
       if (HIGH > 0u) {
-        o4 = subgroupMatrixMultiplyAccumulate(w1, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + 16u * PITCH + HIGH / 8u, PITCH), o4);
-        o5 = subgroupMatrixMultiplyAccumulate(w1, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + 16u * PITCH + HIGH / 8u + 2u, PITCH), o5);
-        o6 = subgroupMatrixMultiplyAccumulate(w1, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + 16u * PITCH + HIGH / 8u + 4u, PITCH), o6);
-        o7 = subgroupMatrixMultiplyAccumulate(w1, subgroupMatrixLoad<Right, row_major>(&kv, VALUES + 16u * PITCH + HIGH / 8u + 6u, PITCH), o7);
+        let v12 = subgroupMatrixLoad<Right, row_major>(&kv, own_values + 16u * PITCH + 4u, PITCH);
+        a2 = subgroupMatrixMultiplyAccumulate(wa1, v12, a2);
+        b2 = subgroupMatrixMultiplyAccumulate(wb1, v12, b2);
+        let v13 = subgroupMatrixLoad<Right, row_major>(&kv, own_values + 16u * PITCH + 6u, PITCH);
+        a3 = subgroupMatrixMultiplyAccumulate(wa1, v13, a3);
+        b3 = subgroupMatrixMultiplyAccumulate(wb1, v13, b3);
       }
       if (tile >= end) { break; }
       if (HIGH > 0u) {
-        s0 = subgroupMatrixMultiplyAccumulate(q0, subgroupMatrixLoad<Right, col_major>(&kv, 0u, PITCH), Result());
-        s1 = subgroupMatrixMultiplyAccumulate(q0, subgroupMatrixLoad<Right, col_major>(&kv, 16u * PITCH, PITCH), Result());
-        s0 = subgroupMatrixMultiplyAccumulate(q1, subgroupMatrixLoad<Right, col_major>(&kv, 2u, PITCH), s0);
-        s1 = subgroupMatrixMultiplyAccumulate(q1, subgroupMatrixLoad<Right, col_major>(&kv, 16u * PITCH + 2u, PITCH), s1);
-        s0 = subgroupMatrixMultiplyAccumulate(q2, subgroupMatrixLoad<Right, col_major>(&kv, 4u, PITCH), s0);
-        s1 = subgroupMatrixMultiplyAccumulate(q2, subgroupMatrixLoad<Right, col_major>(&kv, 16u * PITCH + 4u, PITCH), s1);
-        s0 = subgroupMatrixMultiplyAccumulate(q3, subgroupMatrixLoad<Right, col_major>(&kv, 6u, PITCH), s0);
-        s1 = subgroupMatrixMultiplyAccumulate(q3, subgroupMatrixLoad<Right, col_major>(&kv, 16u * PITCH + 6u, PITCH), s1);
-        s0 = subgroupMatrixMultiplyAccumulate(q4, subgroupMatrixLoad<Right, col_major>(&kv, HIGH / 8u, PITCH), s0);
-        s1 = subgroupMatrixMultiplyAccumulate(q4, subgroupMatrixLoad<Right, col_major>(&kv, 16u * PITCH + HIGH / 8u, PITCH), s1);
-        s0 = subgroupMatrixMultiplyAccumulate(q5, subgroupMatrixLoad<Right, col_major>(&kv, HIGH / 8u + 2u, PITCH), s0);
-        s1 = subgroupMatrixMultiplyAccumulate(q5, subgroupMatrixLoad<Right, col_major>(&kv, 16u * PITCH + HIGH / 8u + 2u, PITCH), s1);
-        s0 = subgroupMatrixMultiplyAccumulate(q6, subgroupMatrixLoad<Right, col_major>(&kv, HIGH / 8u + 4u, PITCH), s0);
-        s1 = subgroupMatrixMultiplyAccumulate(q6, subgroupMatrixLoad<Right, col_major>(&kv, 16u * PITCH + HIGH / 8u + 4u, PITCH), s1);
-        s0 = subgroupMatrixMultiplyAccumulate(q7, subgroupMatrixLoad<Right, col_major>(&kv, HIGH / 8u + 6u, PITCH), s0);
-        s1 = subgroupMatrixMultiplyAccumulate(q7, subgroupMatrixLoad<Right, col_major>(&kv, 16u * PITCH + HIGH / 8u + 6u, PITCH), s1);
+        let k0 = subgroupMatrixLoad<Right, col_major>(&kv, own_keys, PITCH);
+        s_a = subgroupMatrixMultiplyAccumulate(qa0, k0, Result());
+        s_b = subgroupMatrixMultiplyAccumulate(qb0, k0, Result());
+        let k1 = subgroupMatrixLoad<Right, col_major>(&kv, own_keys + 2u, PITCH);
+        s_a = subgroupMatrixMultiplyAccumulate(qa1, k1, s_a);
+        s_b = subgroupMatrixMultiplyAccumulate(qb1, k1, s_b);
+        let k2 = subgroupMatrixLoad<Right, col_major>(&kv, own_keys + 4u, PITCH);
+        s_a = subgroupMatrixMultiplyAccumulate(qa2, k2, s_a);
+        s_b = subgroupMatrixMultiplyAccumulate(qb2, k2, s_b);
+        let k3 = subgroupMatrixLoad<Right, col_major>(&kv, own_keys + 6u, PITCH);
+        s_a = subgroupMatrixMultiplyAccumulate(qa3, k3, s_a);
+        s_b = subgroupMatrixMultiplyAccumulate(qb3, k3, s_b);
+        let k4 = subgroupMatrixLoad<Right, col_major>(&kv, own_keys + HIGH / 8u, PITCH);
+        s_a = subgroupMatrixMultiplyAccumulate(qa4, k4, s_a);
+        s_b = subgroupMatrixMultiplyAccumulate(qb4, k4, s_b);
+        let k5 = subgroupMatrixLoad<Right, col_major>(&kv, own_keys + HIGH / 8u + 2u, PITCH);
+        s_a = subgroupMatrixMultiplyAccumulate(qa5, k5, s_a);
+        s_b = subgroupMatrixMultiplyAccumulate(qb5, k5, s_b);
+        let k6 = subgroupMatrixLoad<Right, col_major>(&kv, own_keys + HIGH / 8u + 4u, PITCH);
+        s_a = subgroupMatrixMultiplyAccumulate(qa6, k6, s_a);
+        s_b = subgroupMatrixMultiplyAccumulate(qb6, k6, s_b);
+        let k7 = subgroupMatrixLoad<Right, col_major>(&kv, own_keys + HIGH / 8u + 6u, PITCH);
+        s_a = subgroupMatrixMultiplyAccumulate(qa7, k7, s_a);
+        s_b = subgroupMatrixMultiplyAccumulate(qb7, k7, s_b);
       }
-      subgroupMatrixStore<row_major>(&scores, s_at, s0, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, s_at + 4u, s1, SCORE_PITCH);
+      subgroupMatrixStore<row_major>(&scores, at_a + 4u * half, s_a, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, at_b + 4u * half, s_b, SCORE_PITCH);
       workgroupBarrier();  // all are done with keys and values
       let p0 = tile * KV_TILE;
       stage(&values, VALUES, tile_end - min(tile_end, p0), index);
@@ -275,30 +313,30 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     if (index == 0u) { weights[GREW].x = 0u; }
     if (tile > begin) {
       if (parity == 0u) { scores[row * SCORE_PITCH + 8u] = vec4<u32>(bitcast<u32>(rescale)); }
-      subgroupMatrixStore<row_major>(&scores, s_at, o0, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, s_at + 4u, o1, SCORE_PITCH);
+      subgroupMatrixStore<row_major>(&scores, strip, a0, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, strip + 4u, a1, SCORE_PITCH);
       workgroupBarrier();
-      rescale_strip(row0, lane);
+      rescale_strip(strip, row_a, lane);
       workgroupBarrier();
-      o0 = subgroupMatrixLoad<Result, row_major>(&scores, s_at, SCORE_PITCH); o1 = subgroupMatrixLoad<Result, row_major>(&scores, s_at + 4u, SCORE_PITCH);
+      a0 = subgroupMatrixLoad<Result, row_major>(&scores, strip, SCORE_PITCH); a1 = subgroupMatrixLoad<Result, row_major>(&scores, strip + 4u, SCORE_PITCH);
       workgroupBarrier();
-      subgroupMatrixStore<row_major>(&scores, s_at, o2, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, s_at + 4u, o3, SCORE_PITCH);
+      subgroupMatrixStore<row_major>(&scores, strip, b0, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, strip + 4u, b1, SCORE_PITCH);
       workgroupBarrier();
-      rescale_strip(row0, lane);
+      rescale_strip(strip, row_b, lane);
       workgroupBarrier();
-      o2 = subgroupMatrixLoad<Result, row_major>(&scores, s_at, SCORE_PITCH); o3 = subgroupMatrixLoad<Result, row_major>(&scores, s_at + 4u, SCORE_PITCH);
+      b0 = subgroupMatrixLoad<Result, row_major>(&scores, strip, SCORE_PITCH); b1 = subgroupMatrixLoad<Result, row_major>(&scores, strip + 4u, SCORE_PITCH);
       workgroupBarrier();
       if (HIGH > 0u) {
-        subgroupMatrixStore<row_major>(&scores, s_at, o4, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, s_at + 4u, o5, SCORE_PITCH);
+        subgroupMatrixStore<row_major>(&scores, strip, a2, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, strip + 4u, a3, SCORE_PITCH);
         workgroupBarrier();
-        rescale_strip(row0, lane);
+        rescale_strip(strip, row_a, lane);
         workgroupBarrier();
-        o4 = subgroupMatrixLoad<Result, row_major>(&scores, s_at, SCORE_PITCH); o5 = subgroupMatrixLoad<Result, row_major>(&scores, s_at + 4u, SCORE_PITCH);
+        a2 = subgroupMatrixLoad<Result, row_major>(&scores, strip, SCORE_PITCH); a3 = subgroupMatrixLoad<Result, row_major>(&scores, strip + 4u, SCORE_PITCH);
         workgroupBarrier();
-        subgroupMatrixStore<row_major>(&scores, s_at, o6, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, s_at + 4u, o7, SCORE_PITCH);
+        subgroupMatrixStore<row_major>(&scores, strip, b2, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, strip + 4u, b3, SCORE_PITCH);
         workgroupBarrier();
-        rescale_strip(row0, lane);
+        rescale_strip(strip, row_b, lane);
         workgroupBarrier();
-        o6 = subgroupMatrixLoad<Result, row_major>(&scores, s_at, SCORE_PITCH); o7 = subgroupMatrixLoad<Result, row_major>(&scores, s_at + 4u, SCORE_PITCH);
+        b2 = subgroupMatrixLoad<Result, row_major>(&scores, strip, SCORE_PITCH); b3 = subgroupMatrixLoad<Result, row_major>(&scores, strip + 4u, SCORE_PITCH);
         workgroupBarrier();
       }
     }
@@ -312,21 +350,21 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     scores[row * SCORE_PITCH + 8u] = vec4<u32>(bitcast<u32>(select(1.0, 1.0 / all, SPLITS == 1u)));
     if (SPLITS > 1u && own.live) { stats[own.first4 / (HEAD_DIM / 4u) * SPLITS + split] = vec2<f32>(top * 0.6931471805599453, all); }
   }
-  subgroupMatrixStore<row_major>(&scores, s_at, o0, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, s_at + 4u, o1, SCORE_PITCH);
+  subgroupMatrixStore<row_major>(&scores, strip, a0, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, strip + 4u, a1, SCORE_PITCH);
   workgroupBarrier();
-  store_strip(0u, workgroup.x, token0, segment, split, row0, lane);
+  store_strip(dim0, workgroup.x, token0, segment, split, strip, row_a, lane);
   workgroupBarrier();
-  subgroupMatrixStore<row_major>(&scores, s_at, o2, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, s_at + 4u, o3, SCORE_PITCH);
+  subgroupMatrixStore<row_major>(&scores, strip, b0, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, strip + 4u, b1, SCORE_PITCH);
   workgroupBarrier();
-  store_strip(32u, workgroup.x, token0, segment, split, row0, lane);
+  store_strip(dim0, workgroup.x, token0, segment, split, strip, row_b, lane);
   if (HIGH > 0u) {
     workgroupBarrier();
-    subgroupMatrixStore<row_major>(&scores, s_at, o4, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, s_at + 4u, o5, SCORE_PITCH);
+    subgroupMatrixStore<row_major>(&scores, strip, a2, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, strip + 4u, a3, SCORE_PITCH);
     workgroupBarrier();
-    store_strip(64u, workgroup.x, token0, segment, split, row0, lane);
+    store_strip(dim0 + 32u, workgroup.x, token0, segment, split, strip, row_a, lane);
     workgroupBarrier();
-    subgroupMatrixStore<row_major>(&scores, s_at, o6, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, s_at + 4u, o7, SCORE_PITCH);
+    subgroupMatrixStore<row_major>(&scores, strip, b2, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, strip + 4u, b3, SCORE_PITCH);
     workgroupBarrier();
-    store_strip(96u, workgroup.x, token0, segment, split, row0, lane);
+    store_strip(dim0 + 32u, workgroup.x, token0, segment, split, strip, row_b, lane);
   }
 }
