@@ -479,6 +479,14 @@ def test_synthetic_shapes_are_the_real_ones(name: str) -> None:
     assert SHAPES[name].layers * layer + outside == PARAMS[name]
 
 
+@pytest.mark.parametrize(("name", "params"), [("gemma-3-1b", 999_812_736), ("qwen3-30b-a3b", 3_340_437_504)])
+def test_sizes_of_another_architecture_as_a_llama(name: str, params: int) -> None:
+    """As large, but for norms; of experts those that a token uses, without routers."""
+    config = synthetic_config(f"{name}@llama")
+    assert not config.experts and not config.norms_after and not config.rotates_apart
+    assert model_facts(open_source(f"{name}@llama")).params == params
+
+
 @pytest.mark.parametrize("quant", MIXES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_synthetic_tensors_are_of_types_that_their_rows_can_have(name: str, quant: str) -> None:
@@ -588,6 +596,7 @@ def test_too_little_memory_is_said_before_the_first_row(measure: Runner, monkeyp
         (["-r", "0"], 2),
         (["--synthetic", "nope"], 2),
         (["--synthetic", "tiny:q9"], 2),
+        (["--synthetic", "tiny@qwen3"], 2),
         (["-m", "no/such/file.gguf"], 1),
         (["--nonsense"], 2),
     ],
@@ -600,6 +609,7 @@ def test_bad_arguments(measure: Runner, args: list[str], code: int) -> None:  # 
 def test_a_misspelled_synthetic_name(measure: Runner) -> None:  # noqa: F811
     assert "did you mean llama-3.2-1b?" in measure("bench", "--synthetic", "llama-3.2-1x").err
     assert "choose one of q4_0" in measure("bench", "--synthetic", "llama-3.2-1b:q9").err
+    assert "choose one of q4_0" in measure("bench", "--synthetic", "gemma-3-1b@llama:q9").err
 
 
 def test_plot_without_matplotlib(measure: Runner, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -35,7 +35,7 @@ Names = list[str] | None
 bench_app = typer.Typer(cls=BenchGroup, invoke_without_command=True, rich_markup_mode=None)
 
 
-SYNTHETIC_HELP = "NAME[:QUANT]: a real model's shapes with random weights, no file (default: none)."
+SYNTHETIC_HELP = "NAME[@llama][:QUANT]: a real model's sizes (as a Llama), random weights, no file (default: none)."
 
 
 @bench_app.callback()
@@ -240,7 +240,7 @@ def kv_types(k: Names, v: Names) -> list[KvType | None]:
 
 def sources(model: Names, hf_repo: Names, hf_file: str, synthetic: Names, offline: bool, quiet: bool) -> "list[Source]":
     """The synthetic models, then the files, fetched if necessary. The default is smollm2."""
-    from llamagpu.engine.synthetic import SHAPES, parse
+    from llamagpu.engine.synthetic import AS_LLAMA, SHAPES, parse
     from llamagpu.hub.registry import resolve
 
     names = split(synthetic)
@@ -248,7 +248,7 @@ def sources(model: Names, hf_repo: Names, hf_file: str, synthetic: Names, offlin
         try:
             parse(spec)
         except LlamaGpuError as error:
-            name = spec.partition(":")[0]
+            name = spec.partition(":")[0].removesuffix(AS_LLAMA)
             near = [] if name in SHAPES else get_close_matches(name, SHAPES, n=1)
             raise Usage(error.cause, f"did you mean {near[0]}?" if near else error.remedy) from error
     specs = split(model) + [f"hf:{repo}/{hf_file}" if hf_file else f"hf:{repo}" for repo in split(hf_repo)]

@@ -1,7 +1,7 @@
 """Synthetic models for benchmarks: shapes of real models, with random weights that the device generates."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ class Shape:
     keys: Mapping[str, Any] = field(default_factory=dict)  # further metadata, without the prefix
 
 
+AS_LLAMA = "@llama"
 GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.015625, "logit_scale": 8.0}
 MINISTRAL = {
     "rope.scaling.type": "yarn",
@@ -118,19 +119,29 @@ SUPER_BLOCK_OFFSETS = 0x00FF00FF, 0x04000400  # f16 from 0.00006 on, any sub-sca
 
 
 def parse(spec: str) -> tuple[str, str]:
-    """Split NAME[:QUANT] and check both."""
+    """Split NAME[@llama][:QUANT] and check all."""
     name, _, quant = spec.partition(":")
     quant = quant or "q4_0"
-    if name not in SHAPES:
+    if name.removesuffix(AS_LLAMA) not in SHAPES:
         raise LlamaGpuError(f"no synthetic model is called {name!r}", f"choose one of {', '.join(SHAPES)}")
     if quant not in MIXES:
         raise LlamaGpuError(f"no synthetic quantisation is called {quant!r}", f"choose one of {', '.join(MIXES)}")
     return name, quant
 
 
+def shape_of(name: str) -> Shape:
+    """With @llama the same sizes as a Llama model, without experts and as wide as those that a token uses: the baseline
+    of what an architecture's own operations cost."""
+    own = SHAPES[name.removesuffix(AS_LLAMA)]
+    if not name.endswith(AS_LLAMA):
+        return own
+    ffn = own.keys.get("expert_feed_forward_length", own.ffn) * own.keys.get("expert_used_count", 1)
+    return replace(own, ffn=ffn, arch="llama", keys={})
+
+
 def synthetic_metadata(name: str) -> dict[str, Any]:
     """What a file of these shapes says of them."""
-    s = SHAPES[name]
+    s = shape_of(name)
     own = {
         "block_count": s.layers,
         "context_length": s.context,
@@ -148,7 +159,7 @@ def synthetic_metadata(name: str) -> dict[str, Any]:
 
 
 def synthetic_config(name: str) -> ModelConfig:
-    s = SHAPES[name]
+    s = shape_of(name)
     outside = ("token_embd.weight",) if s.tied else ("token_embd.weight", "output.weight")
     tables = {name: RawTensor(name, "F16", (s.vocab, s.dim), np.zeros(0, np.uint8)) for name in outside}
     return ModelConfig.from_gguf(synthetic_metadata(name), tables)
