@@ -27,11 +27,11 @@ from llamagpu.engine.ops import (
 )
 from llamagpu.engine.options import KvType
 from llamagpu.engine.routes import GridSize, Inputs, Prologue
-from llamagpu.engine.weights import Matrix, Weights
+from llamagpu.engine.weights import Layer, Matrix, Weights
 from llamagpu.files.architectures import QkNorm
 from llamagpu.files.config import LayerKind, ModelConfig
 from llamagpu.files.storage import Layout
-from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer, base_buffer, padded_ranges
+from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer, base_buffer, nbytes, padded_ranges
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.fuse import Stage, storage_bindings
@@ -49,11 +49,11 @@ LITMUS_LAYERS = 32  # grid barriers across which the litmus test passes values
 def can_fuse(config: ModelConfig, caps: Caps, int8: bool, kv_type: KvType) -> bool:
     """Whether the adapter and the shapes allow fused decode; the probe and the weights decide the rest.
 
-    Attention has no sinks here, a router an even number of rows and no norm after attention before it, and with Tint
-    attention cannot store the row's own key and value in an f32 KV cache.
+    A router has an even number of rows and no norm after attention before it, and with Tint attention cannot store the
+    row's own key and value in an f32 KV cache.
     """
     c = config
-    if c.sinks or c.experts % 2 or (c.experts and c.norms_after) or (caps.tint and kv_type is KvType.F32):
+    if c.experts % 2 or (c.experts and c.norms_after) or (caps.tint and kv_type is KvType.F32):
         return False
     return routes.can_fuse(c.dim, c.hidden_width, attention_shape(c, 1), int8, caps, expert_bytes(c, int8))
 
@@ -64,13 +64,16 @@ def expert_bytes(c: ModelConfig, int8: bool) -> int:
 
 
 def weights_fit(weights: Weights) -> bool:
-    """Whether every linear of a layer can be a stage."""
+    """Whether every linear of a layer can be a stage: routers and experts all have biases, or none has."""
 
     def fits(matrix: Matrix) -> bool:
-        experts = matrix.experts == 1 or (len(matrix.shards) == 1 and matrix.bias is None)
-        return experts and all(routes.is_gemv(shard.shape(1)) for shard in matrix.shards)
+        whole = matrix.experts == 1 or len(matrix.shards) == 1
+        return whole and all(routes.is_gemv(shard.shape(1)) for shard in matrix.shards)
 
-    return all(len(layer.gate_up) == 1 and all(map(fits, layer.matrices)) for layer in weights.layers)
+    layers = weights.layers
+    of_experts = (m for layer in layers if layer.router for m in (*layer.gate_up, layer.ffn_down, layer.router))
+    fitting = all(len(layer.gate_up) == 1 and all(map(fits, layer.matrices)) for layer in layers)
+    return fitting and len({matrix.bias is None for matrix in of_experts}) <= 1
 
 
 def matrix_buffers(matrix: Matrix) -> list[AnyBuffer]:
@@ -103,11 +106,12 @@ def slab_matrix(matrix: Matrix) -> Matrix:
     return replace(matrix, shards=shards, bias=None if matrix.bias is None else slab(matrix.bias))
 
 
-def used_rows(matrix: Matrix, together: bool) -> Matrix:
-    """A matrix of experts as a stage: `together` has the rows of all that a token uses, else they share rows."""
+def as_stage(matrix: Matrix, column: int) -> Matrix:
+    """Gate and up have the rows of all experts that a token uses, which share the rows of down; they add the router's
+    bias to its results."""
     if matrix.experts == 1:
-        return matrix
-    n = matrix.n * (matrix.used if together else 1)
+        return replace(matrix, bias=None) if column == ROUTER else matrix
+    n = matrix.n * (matrix.used if column == GATE_UP else 1)
     return replace(matrix, n=n, shards=tuple(replace(shard, n=n) for shard in matrix.shards))
 
 
@@ -127,6 +131,11 @@ def place_of_layer(binding: Bindable, layer: int) -> tuple[int, int]:
     """Equal for two layers if a binding that begins at one of them has the other at its place."""
     buffer = as_buffer(binding)
     return id(base_buffer(buffer)), buffer.offset - layer * buffer.size if isinstance(buffer, BufferRange) else 0
+
+
+def router_biases(layer: Layer) -> tuple[AnyBuffer, ...]:
+    """The bias of the router, if there is one."""
+    return () if layer.router is None or layer.router.bias is None else (layer.router.bias,)
 
 
 def layer_range(first: Bindable, count: int) -> AnyBuffer:
@@ -341,7 +350,7 @@ class FusedDecode:
                 for buffer in matrix_buffers(matrix)
                 if same_storage or not isinstance(buffer, BufferRange)
             )
-            shared = (*layer.norms, caches[i].keys, caches[i].values)
+            shared = (*layer.norms, *router_biases(layer), caches[i].keys, caches[i].values)
             return *(place_of_layer(buffer, i) for buffer in shared), *own
 
         return [list(run) for _, run in groupby(range(len(layers)), bound)]
@@ -386,7 +395,7 @@ class FusedDecode:
                 for number, i in enumerate(self.variants(members, column).values())
                 for stage in self.linear(
                     x,
-                    used_rows(slab_matrix(self.weights.layers[i].matrices[column]), together=column == GATE_UP),
+                    as_stage(slab_matrix(self.weights.layers[i].matrices[column]), column),
                     output,
                     inputs,
                     prologue,
@@ -399,7 +408,7 @@ class FusedDecode:
         def to_qkv(matrix: Matrix) -> Output:
             return ops.rows(between.raw, matrix) if c.rotates_apart else ops.qkv(c, kind, matrix, to_q, stored)
 
-        leaves_blocks = self.sums_leave_blocks(members, rows)
+        leaves_blocks, biased = self.sums_leave_blocks(members, rows), bool(router_biases(first))
         attn_norm, ffn_norm = (None if w is None else layer_range(w, count) for w in (first.attn_norm, first.ffn_norm))
 
         def to_mid(matrix: Matrix) -> Output:
@@ -410,6 +419,8 @@ class FusedDecode:
         def to_x(matrix: Matrix) -> Output:
             if leaves_blocks and attn_norm:
                 return ops.sum_blocks(x, between.mid, between.attn_blocks, between.attn_squares, attn_norm, matrix, 1)
+            if biased:
+                return ops.sum_experts(x, between.mid, matrix, 1)
             return ops.rows(between.fed_forward, matrix) if c.norms_after else ops.sum_to(x, between.mid, matrix, 1)
 
         def to_blocks(matrix: Matrix) -> Output:
@@ -438,8 +449,14 @@ class FusedDecode:
 
         split_count = f"splits_of({'layer_kind().x' if kind is None else f'{kind.window}u'})"
         merge = PrologueSpec(Prologue.MERGE, {"stats": between.stats}, splits | {"HEAD_DIM": c.head_dim}, parts)
+        if first.attn_sinks is not None:
+            sinks: Consts = {"SINK_STRIDE": nbytes(first.attn_sinks) // 4}
+            bound = dict(merge.bindings) | {"sinks": layer_range(first.attn_sinks, count)}
+            merge = PrologueSpec(Prologue.MERGE_SINKS, bound, merge.consts | sinks, parts)
 
         def to_act(matrix: Matrix) -> Output:
+            if biased:
+                return ops.glu_experts(between.act, matrix, c.activation, not fits)
             return to_blocks(matrix) if rows > 1 else ops.glu(between.act, matrix, c.activation, not fits)
 
         def to_logits(matrix: Matrix) -> Output:
@@ -473,7 +490,7 @@ class FusedDecode:
         attention_inputs = sum_norm(first.post_ffw_norm, between.mid, x, first.attn_norm, before=True)
         ffn_inputs = sum_norm(first.post_attention_norm, x, between.mid, first.ffn_norm, before=False)
         ffn_x, router = between.attended if c.norms_after else between.mid, list[Stage]()
-        gate_up = linear(GATE_UP, ffn_x, to_act, self.inputs, self.chosen(ffn_inputs, chooses=True))
+        gate_up = linear(GATE_UP, ffn_x, to_act, self.inputs, self.chosen(ffn_inputs, members, chooses=True))
         if c.experts:  # each workgroup keeps the choice for the down projection, so all run the stage that chooses
             router = linear(ROUTER, ffn_x, to_logits, Inputs.F32, ffn_inputs)
             gate_up = [replace(stage, grid=(grid.workgroups, 1, 1)) for stage in gate_up]
@@ -484,7 +501,7 @@ class FusedDecode:
             *linear(ATTN_OUTPUT, between.partial, to_mid, self.inputs, merge),
             *router,
             *gate_up,
-            *linear(DOWN, between.act, to_x, down_inputs, self.chosen(down, chooses=False)),
+            *linear(DOWN, between.act, to_x, down_inputs, self.chosen(down, members, chooses=False)),
             *self.norm_after(first.post_ffw_norm, count, between.fed_forward, between.mid, x),
         ]
 
@@ -508,7 +525,7 @@ class FusedDecode:
         one = self.ops.rms_norm(x, weight, y, self.config.dim, self.config.stream_eps, rows, table=table)
         return Stage(one.source, one.bindings, ("step.rows", 1, 1))
 
-    def chosen(self, prologue: PrologueSpec, chooses: bool) -> PrologueSpec:
+    def chosen(self, prologue: PrologueSpec, members: Sequence[int], chooses: bool) -> PrologueSpec:
         """The prologue of a stage of the chosen experts, where there are experts: gate and up choose, down does not."""
         c = self.config
         if not c.experts:
@@ -516,6 +533,9 @@ class FusedDecode:
         consts: Consts = {"EXPERTS": c.experts, "USED": c.experts_used, "WHOLE": c.whole_weights, "CHOOSES": chooses}
         consts |= {"EXPERT_ROWS": 2 * c.ffn_dim} if chooses else {"EXPERT_ROWS": c.dim, "INPUT_WIDTH": c.hidden_width}
         bindings = dict(prologue.bindings) | {"logits": self.between.logits}
+        for bias in router_biases(self.weights.layers[members[0]]):
+            bindings["router_bias"] = layer_range(bias, len(members))
+            consts["ROUTER_STRIDE"] = bias.size // 4
         return replace(prologue, bindings=bindings, consts=prologue.consts | consts)
 
     def rotate(

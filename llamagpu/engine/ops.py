@@ -178,6 +178,18 @@ def glu_blocks(
     return Output(Epilogue.GLU_BLOCKS, {"y": y}, consts, activation_parts(activation), blocks)
 
 
+def glu_experts(y: AnyBuffer, matrix: Matrix, activation: Activation, interleaved: bool = False) -> Output:
+    """As glu, of the chosen experts of a fused kernel: with their biases, and times their weights."""
+    consts: Consts = {"WIDTH": matrix.n, "INTERLEAVED": interleaved}
+    return Output(Epilogue.GLU_EXPERTS, {"y": y}, consts, activation_parts(activation))
+
+
+def sum_experts(y: AnyBuffer, residual: AnyBuffer, matrix: Matrix, layer_offset: int = 0) -> Output:
+    """As sum_to, of the chosen experts of a fused kernel: with the weighted sum of their biases."""
+    consts: Consts = {"WIDTH": matrix.n, "LAYER_OFFSET": layer_offset}
+    return Output(Epilogue.SUM_EXPERTS, {"y": y, "residual": residual}, consts)
+
+
 def rows(y: AnyBuffer, matrix: Matrix) -> Output:
     """By layer, for a stage that reads whole rows."""
     return Output(Epilogue.ROWS, {"y": y}, {"WIDTH": matrix.n} | _bias(matrix))
@@ -328,7 +340,9 @@ class Ops:
             elif role is Role.TURN:
                 names.append("turn_row" if caps.measured_barrier and not caps.tint else "turn_uniform")
             elif role is Role.ROWS:
-                names += ["choose_experts", "rows_experts"] if experts else ["rows_plain"]
+                biased = epilogue is not None and epilogue.adds_expert_biases
+                own_rows = "rows_experts_biased" if biased else "rows_experts"
+                names += ["choose_experts", own_rows] if experts else ["rows_plain"]
             elif role is Role.SINKS:
                 names.append("sinks" if sinks else "sinks_none")
             elif role is Role.EXPERT_BIAS:

@@ -37,6 +37,7 @@ class Prologue(StrEnum):
     NORM = "norm"  # rms_norm
     SUM_NORM = "sum_norm"  # the residual stream after a norm, then rms_norm
     MERGE = "merge"  # merges the splits of attention
+    MERGE_SINKS = "merge_sinks"  # the same with attention sinks, in a fused kernel
     BLOCKS = "blocks"  # copies int8 blocks into workgroup memory
 
 
@@ -47,8 +48,10 @@ class Epilogue(StrEnum):
     ADD = "epilogue_add"
     SUM = "epilogue_sum"
     SUM_BLOCKS = "epilogue_sum_blocks"  # in a fused kernel
+    SUM_EXPERTS = "epilogue_sum_experts"  # likewise, of experts with biases
     GLU = "epilogue_glu"
     GLU_BLOCKS = "epilogue_glu_blocks"
+    GLU_EXPERTS = "epilogue_glu_experts"  # in a fused kernel, of experts with biases
     QKV = "epilogue_qkv"
     ROWS = "epilogue_rows"
     LOGITS = "epilogue_logits"
@@ -68,6 +71,10 @@ class Epilogue(StrEnum):
     def to_blocks(self) -> bool:
         """Whether the results are blocks."""
         return self in (Epilogue.GLU_BLOCKS, Epilogue.SUM_BLOCKS)
+
+    @property
+    def adds_expert_biases(self) -> bool:
+        return self in (Epilogue.GLU_EXPERTS, Epilogue.SUM_EXPERTS)
 
 
 class Role(StrEnum):

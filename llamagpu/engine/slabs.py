@@ -14,6 +14,11 @@ def in_slab(size: int) -> int:
     return 0 if size % ALIGN else size
 
 
+def aligned(size: int) -> int:
+    """Bytes of a short vector of a layer, with what makes a binding begin at the next layer's."""
+    return -(-size // ALIGN) * ALIGN
+
+
 class Slabs:
     """Allocates buffers. A buffer of a layer is a range of the slab that layers with the same storage share."""
 
@@ -38,12 +43,14 @@ class Slabs:
             if 0 < size <= gpu.caps.binding_bytes
         }
 
-    def alloc(self, size: int, label: str, layer: int | None = None, pool: str = "") -> AnyBuffer:
+    def alloc(self, size: int, label: str, layer: int | None = None, pool: str = "", padded: bool = False) -> AnyBuffer:
         """A buffer, or a range of a slab. A layer may use one label several times: once for each shard.
 
-        The slab is in the pool of that name, if there is one.
+        The slab is in the pool of that name, if there is one. `padded`: a range of a slab may be larger.
         """
         self.allocated[label] += 1
+        if padded and layer is not None and self.storages:
+            size = aligned(size)
         if layer is None or not self.storages or not in_slab(size):
             return self.gpu.zeros(size, label)
         binding_range, name = layer // self.most, label.removeprefix(f"blk.{layer}.")

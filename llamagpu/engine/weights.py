@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from llamagpu.engine.options import Backend, Precision
 from llamagpu.engine.routes import Epilogue, Inputs, Linear, Prologue
-from llamagpu.engine.slabs import Slabs, in_slab
+from llamagpu.engine.slabs import Slabs, aligned, in_slab
 from llamagpu.errors import BadFile
 from llamagpu.files.config import ModelConfig
 from llamagpu.files.gguf_file import REMEDY_REFETCH
@@ -240,7 +240,7 @@ def allocate_weights(
         if target.backend is Backend.TEXTURES:
             norms[name] = gpu.texture(width // 4, 1, name)
         else:
-            norms[name] = slabs.alloc(4 * width, name, layer_of(name), "norms")
+            norms[name] = slabs.alloc(4 * width, name, layer_of(name), "norms", is_padded(name))
     layers = tuple(
         Layer(
             qkv=found[f"blk.{i}.qkv"],
@@ -274,8 +274,13 @@ def allocate_matrix(source: MatrixSource, gpu: Gpu, target: WeightTarget, slabs:
                     scales = slabs.alloc(n * layout.scale_row_bytes, f"{label}.scales", layer, "scales")
             shards.append(MatrixShard(row0, n, layout, words, scales))
             row0 += n
-    bias = slabs.alloc(4 * row0, f"{label}.bias", layer, "norms") if source.has_bias else None
+    bias = slabs.alloc(4 * row0, f"{label}.bias", layer, "norms", is_padded(label)) if source.has_bias else None
     return Matrix(row0 // source.experts, shards[0].k, tuple(shards), bias, source.experts)
+
+
+def is_padded(label: str) -> bool:
+    """Whether a vector is so short that it has padding in a slab, which its kernels skip: sinks, a router's bias."""
+    return label.endswith(("attn_sinks", "ffn_gate_inp"))
 
 
 def slab_groups(
@@ -285,14 +290,15 @@ def slab_groups(
     bytes of the slabs of scales, and of those of norms and biases."""
     storages: list[dict[str, object]] = [{} for _ in range(config.layers)]
     largest, scales = 1, 0
-    norms = sum(in_slab(4 * width) for name, width in norm_widths(config).items() if layer_of(name) is not None)
+    vectors = [(name, width) for name, width in norm_widths(config).items() if layer_of(name) is not None]
+    vectors += [(source.label, source.n) for source in sources if source.layer is not None and source.has_bias]
+    norms = sum(aligned(4 * width) if is_padded(name) else in_slab(4 * width) for name, width in vectors)
     for source in sources:
         if source.layer is not None:
             storages[source.layer][source.label.split(".")[2]] = source.rows, source.has_bias
             rows = [(target.layout(layout), n) for layout, n in source.rows]
             largest = max(largest, sum(n * layout.row_bytes for layout, n in rows))
             scales += sum(in_slab(n * layout.scale_row_bytes) for layout, n in rows)
-            norms += in_slab(4 * source.n) if source.has_bias else 0
     return storages, max(1, gpu.caps.binding_bytes // largest), {"scales": scales, "norms": norms}
 
 
