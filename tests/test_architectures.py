@@ -638,7 +638,7 @@ def test_gemma_2_has_a_window_where_the_file_has_none(tmp_path: Path) -> None:
 
 
 FUSED = ("qwen3", "smollm3", "mistral3", "olmo2", "olmo3", "gemma2", "gemma3")
-FUSED_EXPERTS = ("mixtral", "qwen3moe", "granitemoe", "olmoe")
+FUSED_EXPERTS = ("mixtral", "qwen3moe", "granitemoe", "olmoe", "gpt-oss")
 
 
 def fused_kernels(run: OneSequence) -> int:

@@ -11,14 +11,15 @@ from conftest import WGPU
 from gguf_builder import Tensors, pack, write_gguf
 from one_sequence import OneSequence, load_one, token_ids
 from reference import assert_close
-from test_architectures import EXPERTS, GRANITE, MODELS, Tiny
-from test_fused_decode import FAST_F16, bindings_of, fused_kernels, fused_of, late_reads
+from test_architectures import EXPERTS, GPT_OSS, GRANITE, MODELS, Tiny, check_places_of_splits
+from test_fused_decode import FAST_F16, bindings_of, drop_stores, fused_kernels, fused_of, late_reads
 from test_model import INT8, by_name
 
 from llamagpu.engine import load as engine_load
 from llamagpu.engine import routes
 from llamagpu.engine.fused_decode import can_fuse, layer_stride, weights_fit
 from llamagpu.engine.model import BufferModel
+from llamagpu.engine.ops import attention_shape
 from llamagpu.engine.options import Backend, KvType, Precision, Settings
 from llamagpu.engine.routes import GridSize
 from llamagpu.engine.weights import WeightTarget
@@ -37,12 +38,16 @@ QWEN = Tiny("qwen3moe", EXPERTS | {"expert_feed_forward_length": 96})
 OLMOE = Tiny("olmoe", {"expert_count": 16, "expert_used_count": 8}, kv_heads=2, tied=False, ffn=64)
 GRANITE_MOE = Tiny("granitemoe", GRANITE | {"expert_count": 4, "expert_used_count": 1})
 MIXTRAL = Tiny("llama", {"expert_count": 8, "expert_used_count": 2}, layers=3, dim=256, ffn=256)
+# 8 heads to a KV head, windows of 3 positions in every other layer, sinks, a bias for every matrix
+BIASED = Tiny("gpt-oss", GPT_OSS | {"attention.sliding_window": 3}, heads=8, tied=False, ffn=96)
 Shape = tuple[Tiny, str | Callable[[str], str]]  # a model, and the type of its matrices
 SHAPES: dict[str, Shape] = {
     "qwen3moe, 3 of 6, ffn 96": (QWEN, "Q8_0"),
     "olmoe, 8 of 16, ffn 64": (OLMOE, "Q4_0"),
     "granitemoe, 1 of 4": (GRANITE_MOE, "Q4_1"),
     "mixtral, 2 of 8, two types of down": (MIXTRAL, K_QUANTS),  # groups of 16 in 6 bits, super-block scales
+    "gpt-oss, Q4_0": (BIASED, "Q4_0"),
+    "gpt-oss, MXFP4": (BIASED, by_name(_exps="MXFP4", **{"": "Q8_0"})),
 }
 FAST, HIGH = Precision
 CASES = [(name, FAST) for name in SHAPES] + [(name, HIGH) for name in (*SHAPES,)[:1] + (*SHAPES,)[3:]]
@@ -55,9 +60,10 @@ def write(path: Path, tiny: Tiny, ggml_type: str | Callable[[str], str] = "Q8_0"
     for name, (own_type, shape, data) in tensors.items():
         values = np.frombuffer(data, "<f4").reshape(-1, shape[-1]).copy()
         if "ffn_gate_inp" in name:
+            values = values.reshape(shape[0], -1)  # a row or a bias for each expert
             values[len(values) // 2 :] = values[: len(values) // 2] if ties else values[len(values) // 2 :]
             found[name] = own_type, shape, values.tobytes()
-        elif len(shape) > 1:
+        elif len(shape) > 1 and not name.endswith(".bias"):
             wanted = ggml_type(name) if callable(ggml_type) else ggml_type
             found[name] = wanted, shape, pack(values, wanted, rng)
         else:
@@ -79,7 +85,8 @@ def check_equal_to_unfused(run: OneSequence) -> None:
 
 
 def check_stages(run: OneSequence, path: Path) -> None:
-    """Of each layer: the logits, the weighted hidden states of the chosen experts, the residual stream after them."""
+    """Of each layer: the residual stream after attention, the logits, the weighted hidden states of the chosen experts,
+    the residual stream after them."""
     c, tensors, between = run.engine.config, GgufFile(path).tensors, fused_of(run).between
     model, int8 = run.model, run.model.int8_decode
     assert isinstance(model, BufferModel)
@@ -92,21 +99,45 @@ def check_stages(run: OneSequence, path: Path) -> None:
     def tensor(layer: int, name: str) -> np.ndarray:
         return to_f32(tensors[f"blk.{layer}.{name}.weight"]).astype(np.float64)
 
+    def bias(layer: int, name: str) -> np.ndarray:
+        found = tensors.get(f"blk.{layer}.{name}.bias")
+        return np.zeros(1) if found is None else to_f32(found).astype(np.float64)
+
+    def attended(layer: int) -> np.ndarray:
+        """The only split of each head, which begins with its sink."""
+        consts = routes.fused_head_consts(attention_shape(c, 1), fused_of(run).grid, model.gpu.caps)
+        by_layer = len(set(c.kinds)) > 1
+        places = c.heads * (routes.fused_max_splits(c.kv_heads, shares=consts["HEAD_SHARES"]) if by_layer else 1)
+        sums, stats = (
+            model.gpu.read(buffer, np.float32, c.heads * width, offset=layer * layer_stride(places * width))
+            for buffer, width in ((between.partial, c.head_dim), (between.stats, 2))
+        )
+        top, total = stats.astype(np.float64).reshape(-1, 2).T
+        total += np.exp(tensor(layer, "attn_sinks") - top) if c.sinks else 0
+        return (sums.reshape(-1, c.head_dim) / total[:, None]).reshape(-1)
+
     for i in range(c.layers):
         mid, logits = row(between.mid, i, c.dim), row(between.logits, i, c.experts)
-        normed = mid / np.sqrt(np.square(mid).mean() + c.stream_eps) * tensor(i, "ffn_norm")
+        branch = tensor(i, "attn_output") @ rounded(attended(i)[None])[0] + bias(i, "attn_output")
+        assert_close(mid, row(model.x, i, c.dim) + branch, *(REQUANTISED if int8 else F32), f"attention {i}")
+        normed = mid / np.sqrt(np.square(mid).mean() + c.stream_eps) * tensor(i, c.ffn_norm)
         assert_close(logits, tensor(i, "ffn_gate_inp") @ normed, *F32, f"logits {i}")
+        logits += bias(i, "ffn_gate_inp")
         chosen = np.argsort(-logits, kind="stable")[: c.experts_used]
         shares = np.exp(logits - logits.max())
         weights = shares[chosen] / (shares[chosen] if c.whole_weights else shares).sum()
         x = rounded(normed[None])[0]
         gate, up = (tensor(i, f"ffn_{name}_exps")[chosen] @ x for name in ("gate", "up"))
         act = row(between.act, i, c.hidden_width)
+        if c.biases:
+            gate, up = gate + bias(i, "ffn_gate_exps")[chosen], up + bias(i, "ffn_up_exps")[chosen]
+            gate, up = 1.702 * np.minimum(gate, 7), (np.clip(up, -7, 7) + 1) / 1.702
         want = weights[:, None] * gate / (1 + np.exp(-gate)) * up
         bound = REQUANTISED if int8 else F32
         assert_close(act, want.reshape(-1), *bound, f"hidden {i}")
         inputs = rounded(act[None])[0].reshape(c.experts_used, -1)
         branch = np.einsum("enk,ek->n", tensor(i, "ffn_down_exps")[chosen], inputs)
+        branch += weights @ bias(i, "ffn_down_exps")[chosen] if c.biases else 0
         assert_close(row(model.x, i + 1, c.dim), mid + branch, *bound, f"residual {i}")
 
 
@@ -164,11 +195,47 @@ def test_with_tint(fused_gpu, tmp_path, monkeypatch):
     check_equal_to_unfused(run)
 
 
+@pytest.mark.parametrize("tint", [False, True])
+def test_sinks_in_several_splits(fused_gpu, tmp_path, monkeypatch, tint):
+    """Two in layers with a window where the others have three, then four; unfused decode gives the same."""
+    caps = replace(fused_gpu.caps, tint=tint, storage_buffers=16 if tint else fused_gpu.caps.storage_buffers)
+    monkeypatch.setattr(fused_gpu, "caps", caps)
+    tiny = replace(BIASED, keys=BIASED.keys | {"attention.sliding_window": 40})
+    path = write(tmp_path / "m.gguf", tiny, SHAPES["gpt-oss, MXFP4"][1], ties=False)
+    kv_type = KvType.Q8_0 if tint else KvType.F16
+    run = load_one(fused_gpu, path, context=128, chunk=64, kv_type=kv_type, precision=FAST if tint else HIGH)
+    assert fused_kernels(run) == 1 and isinstance(run.model, BufferModel)
+    assert bindings_of(fused_of(run).dispatches()) <= caps.storage_buffers
+    for count in (64, 1, 1, 40, 1):
+        ids = token_ids(count, seed=count)
+        got = run.logits_after(ids)
+        if count == 1:
+            run.sequence.truncate(len(run.ids) - 1)
+            with run.model.unfused():
+                assert_close(got, run.logits_after(ids), *(INT8 if tint else F32_STEP), f"{len(run.ids)} positions")
+    check_places_of_splits(run)
+
+
+def test_with_tint_what_is_late_comes_from_its_copy(fused_gpu, tmp_path, monkeypatch):
+    """Also the splits of heads with sinks, and the router's results, to which its bias is added."""
+    dropped = drop_stores(monkeypatch)
+    monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, tint=True, storage_buffers=16))
+    run = load_one(fused_gpu, write(tmp_path / "m.gguf", BIASED), **FAST_F16)
+    assert run.model.fused and {"y", "stats", "kv_rows"} <= set(dropped)
+    check_equal_to_unfused(run)
+
+
 @pytest.mark.parametrize("precision", list(Precision))
 def test_nothing_is_read_before_the_wait_is_over(fused_gpu, unprobed, tmp_path, precision):
     fused = fused_of(load_one(fused_gpu, write(tmp_path / "m.gguf", QWEN), precision=precision))
     # x | raw | q, keys, values | partial, stats, x | mid | mid, logits | act, logits, mid
     assert late_reads(fused.stages([0, 1])) == 14
+
+
+def test_nothing_is_read_before_the_wait_where_there_are_sinks(fused_gpu, unprobed, tmp_path):
+    fused = fused_of(load_one(fused_gpu, write(tmp_path / "m.gguf", BIASED)))
+    # x | q, keys, values | partial, stats, x | mid | mid, logits | act, mid
+    assert late_reads(fused.stages([0, 1])) == 13
 
 
 def test_all_workgroups_choose(fused_gpu, unprobed, tmp_path):
@@ -188,9 +255,9 @@ def settings(precision: Precision = Precision.HIGH) -> Settings:
     return Settings(precision, KvType.F32, Backend.BUFFERS, chunk=16, context=64, capacity=64)
 
 
-@pytest.mark.parametrize("precision", list(Precision))
-def test_the_plan_is_what_is_allocated(fused_gpu, tmp_path, precision):
-    path = write(tmp_path / "m.gguf", QWEN)
+@pytest.mark.parametrize("tiny, precision", [(QWEN, FAST), (QWEN, HIGH), (BIASED, FAST)])
+def test_the_plan_is_what_is_allocated(fused_gpu, tmp_path, tiny, precision):
+    path = write(tmp_path / "m.gguf", tiny)
     before, source = fused_gpu.allocated_bytes, engine_load.open_source(path)
     planned = engine_load.plan_memory(source, settings(precision), fused_gpu, loading=False).total
     run = load_one(fused_gpu, path, precision=precision, chunk=16)
@@ -202,7 +269,7 @@ def test_the_plan_is_what_is_allocated(fused_gpu, tmp_path, precision):
 
 
 def test_which_experts_can_be_fused(fused_gpu, tmp_path):
-    """No attention sinks, an even number of experts, and room for f32 inputs of the router beside int8 blocks."""
+    """An even number of them, and room for f32 inputs of the router beside int8 blocks."""
 
     def config_of(tiny: Tiny) -> ModelConfig:
         return engine_load.open_source(tiny.write(tmp_path / "m.gguf")).config
@@ -214,11 +281,11 @@ def test_which_experts_can_be_fused(fused_gpu, tmp_path):
         return next(size for size in range(0, 1 << 16, 4) if fuses(config, shared_bytes=size))
 
     experts, dense = config_of(QWEN), config_of(Tiny("qwen3", ffn=3 * 96))
-    assert fuses(experts) and not fuses(config_of(MODELS["gpt-oss"])) and not fuses(replace(experts, experts=7))
+    assert fuses(experts) and fuses(config_of(MODELS["gpt-oss"])) and not fuses(replace(experts, experts=7))
     assert least_memory(experts) == least_memory(dense) + 4 * (QWEN.dim + 2 * 6 + 2 * 3)  # and the choice of 3 of 6
 
 
-def test_biases_of_experts_are_not_fused(fused_gpu, tmp_path):
+def test_biases_of_some_experts_are_not_fused(fused_gpu, tmp_path):
     weights = load_one(fused_gpu, write(tmp_path / "m.gguf", QWEN)).engine.weights
     assert weights_fit(weights)
     first, *rest = weights.layers
