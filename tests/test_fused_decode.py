@@ -453,6 +453,19 @@ def test_layers_of_the_same_storage_share_a_slab(fused_gpu):
     assert [norm.offset for norm in norms] == [0, 256, 512, 768, 0]
 
 
+def test_slabs_share_a_buffer(fused_gpu):
+    """Those of all layers, or where they are too many those of a binding range; short vectors are padded."""
+    pools = {("scales", 0): 1024, ("scales", 1): 1024, ("norms", None): 1024}
+    slabs = Slabs(fused_gpu, [{}] * 4, 2, pools)
+    scales = [as_buffer(slabs.alloc(512, f"blk.{i}.scales", i, "scales")) for i in range(4)]
+    assert [place.offset for place in scales if isinstance(place, BufferRange)] == [0, 512, 0, 512]
+    assert [identity(place)[0] == identity(scales[0])[0] for place in scales] == [True, True, False, False]
+    norms = [slabs.alloc(8, f"blk.{i}.norm", i, "norms", padded=True) for i in range(4)]
+    assert norms == [BufferRange(slabs.pools["norms", None].buffer, 256 * i, 256) for i in range(4)]
+    assert not isinstance(slabs.alloc(8, "blk.0.other", 0), BufferRange)
+    assert as_buffer(Slabs(fused_gpu).alloc(8, "blk.0.norm", 0, "norms", padded=True)).size < 256  # no slabs
+
+
 def test_what_does_not_fit_a_slab_has_a_buffer_of_its_own(fused_gpu):
     """Sizes that no binding could begin after, and more than a binding holds."""
     slabs = Slabs(fused_gpu, [{}] * 3, most=3)

@@ -399,7 +399,7 @@ STAGES = (
 
 @covers("linear_gemv_fused")
 @pytest.mark.parametrize("inputs", [Inputs.INT8, Inputs.F32])
-@pytest.mark.parametrize("prologue", [Prologue.NORM, Prologue.SUM_NORM, Prologue.MERGE])
+@pytest.mark.parametrize("prologue", [Prologue.NORM, Prologue.SUM_NORM, Prologue.MERGE, Prologue.MERGE_SINKS])
 @pytest.mark.parametrize("weight", STAGES, ids=lambda weight: weight.name)
 def test_linear_gemv_fused(gpu, weight, prologue, inputs):
     """A stage of fused decode as a separate kernel: a grid-stride loop over 1, 3 and as many workgroups as rows

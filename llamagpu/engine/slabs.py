@@ -27,19 +27,20 @@ class Slabs:
         gpu: Gpu,
         storages: Sequence[Mapping[str, object]] = (),
         most: int = 1,
-        pools: Mapping[str, int] | None = None,
+        pools: Mapping[tuple[str, int | None], int] | None = None,
     ) -> None:
         """`storages`: for each layer, the storage of its matrices by name; equal values share slabs.
 
         A fused kernel binds whole slabs, so each binding range of at most `most` layers has its own slabs. Without
-        storages there are no slabs. `pools`: bytes of the buffers, by name, that small slabs share.
+        storages there are no slabs. `pools`: bytes of the buffers that small slabs share, by name and binding range, if
+        not all ranges do.
         """
         self.gpu, self.storages, self.most = gpu, storages, most
         self.slabs: dict[tuple[object, ...], BufferRange] = {}
         self.allocated: Counter[str] = Counter()
         self.pools = {
-            name: BufferRange(gpu.zeros(size, name), 0, size)
-            for name, size in (pools or {}).items()
+            key: BufferRange(gpu.zeros(size, key[0]), 0, size)
+            for key, size in (pools or {}).items()
             if 0 < size <= gpu.caps.binding_bytes
         }
 
@@ -62,14 +63,15 @@ class Slabs:
             return self.gpu.zeros(size, label)
         key = binding_range, name, self.allocated[label], storages[layer]
         if key not in self.slabs:
-            self.slabs[key] = self._slab(len(same) * size, label, pool)
+            self.slabs[key] = self._slab(len(same) * size, label, (pool, binding_range))
         slab = self.slabs[key]
         return BufferRange(slab.buffer, slab.offset + same.index(layer) * size, size)
 
-    def _slab(self, size: int, label: str, pool: str) -> BufferRange:
+    def _slab(self, size: int, label: str, pool: tuple[str, int | None]) -> BufferRange:
+        pool = pool if pool in self.pools else (pool[0], None)
         left = self.pools.get(pool)
         if left is None:
             return BufferRange(self.gpu.zeros(size, label), 0, size)
         self.pools[pool] = BufferRange(left.buffer, left.offset + size, left.size - size)
-        assert self.pools[pool].size >= 0, f"the pool of {pool} is too small"
+        assert self.pools[pool].size >= 0, f"the pool of {pool[0]} is too small"
         return BufferRange(left.buffer, left.offset, size)

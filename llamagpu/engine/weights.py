@@ -6,7 +6,7 @@ than those few.
 """
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -285,11 +285,12 @@ def is_padded(label: str) -> bool:
 
 def slab_groups(
     sources: Sequence[MatrixSource], config: ModelConfig, gpu: Gpu, target: WeightTarget
-) -> tuple[list[dict[str, object]], int, dict[str, int]]:
+) -> tuple[list[dict[str, object]], int, dict[tuple[str, int | None], int]]:
     """For each layer the storage of its matrices, by name; how many layers of the largest one a binding holds; and the
-    bytes of the slabs of scales, and of those of norms and biases."""
+    bytes of the slabs of norms and biases, and of those of scales, by runs of so many layers if a binding does not
+    hold them all."""
     storages: list[dict[str, object]] = [{} for _ in range(config.layers)]
-    largest, scales = 1, 0
+    largest, scales = 1, [0] * config.layers
     vectors = [(name, width) for name, width in norm_widths(config).items() if layer_of(name) is not None]
     vectors += [(source.label, source.n) for source in sources if source.layer is not None and source.has_bias]
     norms = sum(aligned(4 * width) if is_padded(name) else in_slab(4 * width) for name, width in vectors)
@@ -298,8 +299,11 @@ def slab_groups(
             storages[source.layer][source.label.split(".")[2]] = source.rows, source.has_bias
             rows = [(target.layout(layout), n) for layout, n in source.rows]
             largest = max(largest, sum(n * layout.row_bytes for layout, n in rows))
-            scales += sum(in_slab(n * layout.scale_row_bytes) for layout, n in rows)
-    return storages, max(1, gpu.caps.binding_bytes // largest), {"scales": scales, "norms": norms}
+            scales[source.layer] += sum(in_slab(n * layout.scale_row_bytes) for layout, n in rows)
+    most, pools = max(1, gpu.caps.binding_bytes // largest), Counter[tuple[str, int | None]]({("norms", None): norms})
+    for layer, size in enumerate(scales):
+        pools["scales", None if sum(scales) <= gpu.caps.binding_bytes else layer // most] += size
+    return storages, most, pools
 
 
 # Loading

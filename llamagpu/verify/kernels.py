@@ -85,7 +85,7 @@ INPUT_MODES: dict[InputMode, int] = {  # k must be a multiple of the value
 }
 INTERLEAVED = (Inputs.INTERLEAVED, Prologue.NONE)
 STAGE_MODES = (
-    *product((Inputs.INT8, Inputs.F32), (Prologue.NORM, Prologue.SUM_NORM, Prologue.MERGE)),
+    *product((Inputs.INT8, Inputs.F32), (Prologue.NORM, Prologue.SUM_NORM, Prologue.MERGE, Prologue.MERGE_SINKS)),
     INTERLEAVED,
 )
 STAGES = (

@@ -17,7 +17,7 @@ from llamagpu.engine.routes import Epilogue, Inputs, Linear, Prologue, Route, S,
 from llamagpu.engine.step_inputs import HEADER_WORDS, MAX_SEGMENTS, Segment, StepInputs
 from llamagpu.engine.weights import Matrix, MatrixShard, WeightTarget
 from llamagpu.files.storage import SUPER_BLOCK, Layout, PackedMatrix, Storage, dequantize, take_rows
-from llamagpu.gpu.buffers import Buffer
+from llamagpu.gpu.buffers import Bindable, Buffer
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.recorder import Plan, Recorder, Step
@@ -271,8 +271,8 @@ def linear_inputs(
     gpu: Gpu, m: int, k: int, inputs: Inputs = Inputs.F32, prologue: Prologue = Prologue.NONE
 ) -> LinearInputs:
     x = random("x").standard_normal((m, k)).astype(np.float32)
-    if prologue is Prologue.MERGE:
-        return _partial_sums(gpu, m, k, inputs)
+    if prologue in (Prologue.MERGE, Prologue.MERGE_SINKS):
+        return _partial_sums(gpu, m, k, inputs, prologue)
     if prologue is Prologue.NORM:
         weight = random("norm").uniform(0.5, 2.0, k).astype(np.float32)
         spec = PrologueSpec(prologue, {"norm": gpu.upload(weight, "norm")}, {"EPS": EPS})
@@ -299,17 +299,24 @@ def linear_inputs(
     return LinearInputs(gpu.upload(stored, "x"), x.astype(np.float64), inputs)
 
 
-def _partial_sums(gpu: Gpu, m: int, k: int, inputs: Inputs) -> LinearInputs:
-    """Attention in three splits, one of them without positions."""
+def _partial_sums(gpu: Gpu, m: int, k: int, inputs: Inputs, prologue: Prologue) -> LinearInputs:
+    """Attention in three splits, one of them without positions; with sinks a head has one that exceeds all scores."""
     rng, splits, dim = random("splits"), 3, 64
     sums = rng.standard_normal((m * k // dim, splits, dim)).astype(np.float32)
     stats = rng.uniform(1, 4, (m * k // dim, splits, 2)).astype(np.float32)  # (top, total)
     sums[:, 1], stats[:, 1] = 0, (-1e30, 0)
     tops, totals = np.moveaxis(stats.astype(np.float64), 2, 0)
     shares = np.exp(tops - tops.max(axis=1, keepdims=True))
-    merged = (sums * shares[..., None]).sum(axis=1) / (totals * shares).sum(axis=1, keepdims=True)
+    total = (totals * shares).sum(axis=1, keepdims=True)
     consts: Consts = {"HEAD_DIM": dim, "SPLITS": splits}
-    spec = PrologueSpec(Prologue.MERGE, {"stats": gpu.upload(stats, "stats")}, consts, ("split_count_fixed",))
+    bound: dict[str, Bindable] = {"stats": gpu.upload(stats, "stats")}
+    if prologue is Prologue.MERGE_SINKS:
+        sinks = rng.uniform(1, 4, len(sums)).astype(np.float32)
+        sinks[-1] = 100
+        total = total + np.exp(sinks[:, None] - tops.max(axis=1, keepdims=True))
+        bound["sinks"] = gpu.upload(sinks, "sinks")
+    merged = (sums * shares[..., None]).sum(axis=1) / total
+    spec = PrologueSpec(prologue, bound, consts, ("split_count_fixed",))
     return LinearInputs(gpu.upload(sums, "x"), _as_seen(merged.reshape(m, k), inputs), inputs, spec)
 
 
