@@ -34,8 +34,9 @@ SLOW_TO_COMPILE = re.compile(
         | test_after_a_time_out_nobody_waits\[True | test_a_bias_that_some_layers_lack\[lacking[123]
         | test_the_same_text_by_other_means\[.*UNCHECKED | test_a_matrix_that_does_not_fit_a_slab
         | test_a_barrier_that_times_out_in_the_100th_token\[(sampled-a|greedy) )
-    | test_fused_experts.py::( test_fused_experts\[(mixtral.*fast|olmoe|qwen3moe.*high|granitemoe)
-        | test_inputs_that_workgroup_memory_does_not_hold | test_slabs_of_two_layers )
+    | test_fused_experts.py::( test_fused_experts\[(mixtral.*fast|olmoe|qwen3moe.*high|granitemoe|.*Q4_0|.*MXFP4-high)
+        | test_inputs_that_workgroup_memory_does_not_hold | test_slabs_of_two_layers
+        | test_sinks_in_several_splits\[False | test_with_tint_what_is_late_comes_from_its_copy )
     | test_kernels_attention.py::( test_attend_in_splits_with_16_lanes_per_position
         | test_attend_in_splits\[4of128( .*-2- | .*window.*(-f16|-f32)\] | -kv2-q8_0.*(-f16|-int8)\] )
         | test_attend_tile\[(2of64|6of64).*-(int8|f16)\] | test_attend_over_the_longest_context\[full-attend_tile-256 )

@@ -648,7 +648,7 @@ def fused_kernels(run: OneSequence) -> int:
 
 
 @WGPU
-@pytest.mark.parametrize("name", mostly_slow(FUSED + FUSED_EXPERTS, ("qwen3", "qwen3moe")))
+@pytest.mark.parametrize("name", mostly_slow(FUSED + FUSED_EXPERTS, ("qwen3", "qwen3moe", "gpt-oss")))
 def test_fused_decode(fused_gpu: Any, expected: Any, name: str) -> None:
     """Architectures with stages of their own, or layers of several kinds, in the kernel of all layers."""
     path, want = expected(name)

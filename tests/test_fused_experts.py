@@ -12,7 +12,7 @@ from gguf_builder import Tensors, pack, write_gguf
 from one_sequence import OneSequence, load_one, token_ids
 from reference import assert_close
 from test_architectures import EXPERTS, GPT_OSS, GRANITE, MODELS, Tiny, check_places_of_splits
-from test_fused_decode import FAST_F16, bindings_of, drop_stores, fused_kernels, fused_of, late_reads
+from test_fused_decode import FAST_F16, bindings_of, drop_stores, fused_kernels, fused_of, late_reads, load_steps
 from test_model import INT8, by_name
 
 from llamagpu.engine import load as engine_load
@@ -203,7 +203,7 @@ def test_sinks_in_several_splits(fused_gpu, tmp_path, monkeypatch, tint):
     tiny = replace(BIASED, keys=BIASED.keys | {"attention.sliding_window": 40})
     path = write(tmp_path / "m.gguf", tiny, SHAPES["gpt-oss, MXFP4"][1], ties=False)
     kv_type = KvType.Q8_0 if tint else KvType.F16
-    run = load_one(fused_gpu, path, context=128, chunk=64, kv_type=kv_type, precision=FAST if tint else HIGH)
+    run = load_steps(fused_gpu, path, context=128, kv_type=kv_type, precision=FAST if tint else HIGH)
     assert fused_kernels(run) == 1 and isinstance(run.model, BufferModel)
     assert bindings_of(fused_of(run).dispatches()) <= caps.storage_buffers
     for count in (64, 1, 1, 40, 1):
