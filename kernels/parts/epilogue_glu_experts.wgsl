@@ -1,6 +1,7 @@
 // Role epilogue: as epilogue_glu, of the experts that a token has chosen, which have biases:
 // y[layer, row / 2] = weight of the expert * glu(gate, up), v + bias = (gate, up).
-// epilogue_prefetch before the choice loads biases of experts that an earlier layer has chosen; choose_experts calls it again.
+// Before the choice epilogue_prefetch loads a bias of an expert that the layer before has chosen, if there is one;
+// choose_experts calls it again.
 // Parts: activation_*, rows_experts_biased, choose_experts.
 const N: u32 = 2u;                // rows of this shard, which is the matrix
 const ROW0: u32 = 0u;
@@ -11,7 +12,7 @@ const INTERLEAVED: bool = false;  // in the order of inputs_interleaved; needs W
 var<private> row_bias: vec2<f32>;
 fn epilogue_prefetch(token: u32, row: u32) {
   first_row = row;
-  row_bias = expert_bias(rank_of(row), min(row, N - 2u) % EXPERT_ROWS);
+  if (has_chosen) { row_bias = expert_bias(rank_of(row), min(row, N - 2u) % EXPERT_ROWS); }
 }
 fn epilogue(token: u32, row: u32, v: vec2<f32>) {
   if (row >= N) { return; }

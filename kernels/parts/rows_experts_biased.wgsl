@@ -15,6 +15,7 @@ const WORKGROUP: u32 = 64u;
 @group(0) @binding(4) var<storage, read> bias: array<vec2<f32>>;    // [layers of the slab, EXPERTS, EXPERT_ROWS / 2]
 @group(0) @binding(10) var<storage, read> router_bias: array<f32>;  // [layers, ROUTER_STRIDE]
 var<private> first_row: u32;  // of this invocation, where the stage chooses
+var<private> has_chosen: bool = false;  // in this layer or one before: `chosen` begins undefined
 fn rank_of(row: u32) -> u32 { return min(row, N - 1u) / EXPERT_ROWS; }
 fn slab_row(row: u32, b: u32) -> u32 {
   let rank = select(b / (K / 32u), rank_of(row), CHOOSES);
@@ -28,6 +29,7 @@ fn choose_experts(index: u32) {
   let first = opaque_zero() + layer() * (EXPERTS + LINE_PADDING);
   for (var i = index; i < EXPERTS; i += WORKGROUP) { expert_logits[i] += logits[first + i]; }
   rank_experts(index);
+  has_chosen = true;
   epilogue_prefetch(0u, first_row);
 }
 fn weigh_results(row: u32, v: vec2<f32>) -> vec2<f32> { return v; }
