@@ -69,6 +69,7 @@ fn stage(loads: ptr<function, Loads>, to: u32, count: u32, index: u32) {  // pos
   }
 }
 fn half4(v: vec4<f32>) -> vec2<u32> { return vec2<u32>(pack_f16(v.xy), pack_f16(v.zw)); }
+fn weight4(v: vec4<f32>) -> vec2<u32> { return vec2<u32>(pack2x16float(v.xy), pack2x16float(v.zw)); }  // one beyond f16 exceeds MOST: it is not used
 fn score4(at: u32) -> vec4<f32> { return bitcast<vec4<f32>>(scores[at]); }
 fn stage_queries(dim0: u32, kv_head: u32, token0: u32, segment: vec4<u32>, index: u32) {  // 64 dimensions of all rows, in place of scores
   for (var n = index; n < ROWS * 8u; n += WORKGROUP) {
@@ -91,20 +92,20 @@ fn masked(v: vec4<f32>, since: u32, seen: u32) -> vec4<f32> {  // since: positio
 // 16 positions of a row: of the 8 vec4s of its scores one lane takes the even ones, its neighbour the odd ones. With SCORE_PITCH neither
 // these loads nor the stores of matrices have bank conflicts.
 struct Sixteen { a: vec4<f32>, b: vec4<f32>, c: vec4<f32>, d: vec4<f32> }
-fn load_scores(at: u32, whole: bool, since: u32, seen: u32) -> Sixteen {
-  let v = Sixteen(score4(at), score4(at + 2u), score4(at + 4u), score4(at + 6u));
+fn load_scores(at: u32, top: f32, whole: bool, since: u32, seen: u32) -> Sixteen {  // relative to top
+  let v = Sixteen(score4(at) - top, score4(at + 2u) - top, score4(at + 4u) - top, score4(at + 6u) - top);
   if (whole) { return v; }
   return Sixteen(masked(v.a, since, seen), masked(v.b, since + 8u, seen), masked(v.c, since + 16u, seen), masked(v.d, since + 24u, seen));
 }
-fn store_weights(at: u32, v: Sixteen, top: f32) -> f32 {  // returns their sum
-  let a = exp2(v.a - top);
-  let b = exp2(v.b - top);
-  let c = exp2(v.c - top);
-  let d = exp2(v.d - top);
-  weights[at] = half4(a);
-  weights[at + 2u] = half4(b);
-  weights[at + 4u] = half4(c);
-  weights[at + 6u] = half4(d);
+fn store_weights(at: u32, v: Sixteen) -> f32 {  // returns their sum
+  let a = exp2(v.a);
+  let b = exp2(v.b);
+  let c = exp2(v.c);
+  let d = exp2(v.d);
+  weights[at] = weight4(a);
+  weights[at + 2u] = weight4(b);
+  weights[at + 4u] = weight4(c);
+  weights[at + 6u] = weight4(d);
   return sum4((a + b) + (c + d));
 }
 fn store4(at: u32, v: vec4<f32>) {
@@ -295,7 +296,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
       cell = next_cell;
       next_cell = head_cell + cell_of(segment.z, min(tile + 3u, tiles - 1u) * KV_TILE);
       let whole = p0 + KV_TILE <= first_token_end && WINDOW == 0u;  // every row sees all positions of the kv tile
-      let sum = store_weights(own_weights, load_scores(own_scores, whole, p0 + parity * 4u - own.begin, own.seen), top);
+      let sum = store_weights(own_weights, load_scores(own_scores, top, whole, p0 + parity * 4u - own.begin, own.seen));
       if (sum > MOST) { weights[GREW].x = 1u; }
       if (workgroupUniformLoad(&weights[GREW]).x != 0u) { break; }  // with its barriers: weights, keys and values are there
       total += sum;
@@ -303,12 +304,12 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     if (tile >= end) { break; }
     let since = tile * KV_TILE - own.begin;
-    let a = load_scores(row * SCORE_PITCH, false, since, own.seen);
-    let b = load_scores(row * SCORE_PITCH + 1u, false, since + 4u, own.seen);
+    let a = load_scores(row * SCORE_PITCH, 0.0, false, since, own.seen);
+    let b = load_scores(row * SCORE_PITCH + 1u, 0.0, false, since + 4u, own.seen);
     let most = max4(max(max(max(a.a, a.b), max(a.c, a.d)), max(max(b.a, b.b), max(b.c, b.d))));
     let rescale = exp2(min(top - most, 0.0));
     top = max(top, most);
-    total = total * rescale + store_weights(own_weights, load_scores(own_scores, false, since + parity * 4u, own.seen), top);
+    total = total * rescale + store_weights(own_weights, load_scores(own_scores, top, false, since + parity * 4u, own.seen));
     workgroupBarrier();  // all have read their scores
     if (index == 0u) { weights[GREW].x = 0u; }
     if (tile > begin) {
