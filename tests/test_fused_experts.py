@@ -288,10 +288,19 @@ def test_which_experts_can_be_fused(fused_gpu, tmp_path):
 
 def test_biases_of_some_experts_are_not_fused(fused_gpu, tmp_path):
     weights = load_one(fused_gpu, write(tmp_path / "m.gguf", QWEN)).engine.weights
-    assert weights_fit(weights)
+    assert weights_fit(weights, fused_gpu.caps)
     first, *rest = weights.layers
     biased = replace(first, ffn_down=replace(first.ffn_down, bias=first.ffn_norm))
-    assert not weights_fit(replace(weights, layers=(biased, *rest)))
+    assert not weights_fit(replace(weights, layers=(biased, *rest)), fused_gpu.caps)
+
+
+def test_experts_that_are_faster_unfused(fused_gpu, tmp_path):
+    """Of 8 bits, with biases, by wgpu; LLAMAGPU_FUSED=1, which these tests have, fuses them."""
+    as_usual = replace(fused_gpu.caps, fuses_all=False)
+    for name, fused in (("gpt-oss, MXFP4", False), ("gpt-oss, Q4_0", True), ("qwen3moe, 3 of 6, ffn 96", True)):
+        weights = load_one(fused_gpu, write(tmp_path / "m.gguf", *SHAPES[name])).engine.weights
+        for caps, expected in ((as_usual, fused), (replace(as_usual, tint=True), True), (fused_gpu.caps, True)):
+            assert weights_fit(weights, caps) == expected, (name, caps.tint)
 
 
 def test_experts_in_shards_are_not_fused(fused_gpu, tmp_path, monkeypatch):

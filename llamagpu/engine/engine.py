@@ -71,7 +71,7 @@ class Engine:
         if settings.backend is Backend.TEXTURES:
             return TextureKvCache(gpu, config, settings, freq_factors)
         fused = can_fuse(config, gpu.caps, settings.precision is Precision.FAST, settings.kv_type)
-        fused = fused and weights_fit(weights)
+        fused = fused and weights_fit(weights, gpu.caps)
         return BufferKvCache(gpu, config, settings, freq_factors, fused)
 
     def _build_model(self, cache: KvCache) -> Model:

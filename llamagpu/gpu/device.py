@@ -155,6 +155,7 @@ class Gpu:
             shader_f16="shader-f16" in self.features,
             coherent=coherent,
             measured_barrier=barrier_is_measured(self.info),
+            fuses_all=os.environ.get("LLAMAGPU_FUSED") == "1",
             compares_fused=not barrier_is_measured(self.info),
             grid_barrier=grid_barrier_allowed(self.info, coherent),
             tint=self.info["library"] == "dawn",
