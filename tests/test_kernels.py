@@ -24,7 +24,7 @@ def test_every_kernel_has_a_test():
 def test_every_route_has_cases():
     lists = (linear.LINEAR, linear.LOGITS, linear.SWIGLU, norm.NORM, attention.ATTEND, attention.INT8, embed.EMBED)
     ran = {id(param.values[1]) for params in lists for param in params} | set(
-        map(id, (*linear.F32_TILES, *linear.LARGE, *linear.MATRIX_TILES))
+        map(id, (*linear.F32_TILES, *linear.LARGE, *linear.MATRIX_TILES, *linear.SKINNY))
     )
     ran |= {id(param.values[0]) for param in (*experts.LINEAR, *attention.MATRIX)} | set(map(id, experts.INT8_RESULTS))
     for table in (routes.LINEAR, routes.EXPERT_LINEAR, routes.NORM, routes.NORM_BLOCKS, routes.ATTEND, routes.EMBED):

@@ -223,6 +223,43 @@ def test_eight_scales_at_once(matrix_gpu, rows, columns, splits):
     assert (got[m:] == GUARD).all(), "wrote behind the last row"
 
 
+SKINNY = [r for r in routes.LINEAR if r.kernel == "linear_skinny"]
+
+
+@covers("linear_skinny")
+@pytest.mark.parametrize("matrix", ["16x16"])
+@pytest.mark.parametrize("teams, splits", [(8, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
+def test_skinny(matrix_gpu, teams, splits):
+    """Into the residual stream, of fewer rows than the plan takes. Two workgroups take the strips in turn.
+
+    A GPU with matrices runs all routes that are not gated. test_model.py has one that is.
+    """
+    of_all = [route for route in SKINNY if "EPILOGUE_ROWS" not in route.consts]
+    chosen = [r for r in of_all if (r.consts["TEAMS"], r.consts.get("GRID_SPLIT", 1)) == (teams, splits)]
+    for route in of_all if matrix_gpu.matrices else chosen:
+        splits, most, n = route.consts.get("GRID_SPLIT", 1), 16, 80
+        in_turn = replace(route, grid=lambda *_, z=splits: (1, 2, z))
+        check_skinny(matrix_gpu, in_turn, Weight(Q4, n, routes.SKINNY_SLICE * route.consts["TEAMS"] * splits), most)
+
+
+def check_skinny(gpu, route, weight, most):
+    shard, w = upload(gpu, weight)
+    given, step, matrix = linear_inputs(gpu, most, weight.k, Inputs.F16), Steps(gpu), matrix_of(shard)
+    residual = random("y").standard_normal((most + 1, weight.n)).astype(np.float32)
+    make, splits = Ops(gpu, step.buffer), route.consts.get("GRID_SPLIT", 1)
+    fill(gpu, make.partial_sums(splits * most * weight.n * 4), splits, most, weight.n)
+    for m in (9, 16):
+        y = gpu.upload(residual, "y")
+        table = verify_reference.only(route)
+        plan = make.linear(given.x, matrix, most, ops.add(y, matrix), Inputs.F16, table=table)
+        assert [d.kernel for d in plan] == ["linear_skinny", *["linear_sum"] * (splits > 1)]
+        step.write_rows(m)
+        run(gpu, plan, m)
+        got = gpu.read(y, np.float32, residual.size).reshape(residual.shape)
+        assert_close(got[:m], residual[:m] + given.values[:m] @ w.T, *HALVES, f"{m} rows")
+        assert (got[m:] == residual[m:]).all(), f"{m} rows: wrote behind the last"
+
+
 TWO_HALVES_TILES = [r for r in MATRIX_TILES if r.consts.get("TERMS") == 3 and r.consts["TILE_M"] == 64]
 
 

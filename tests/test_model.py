@@ -656,9 +656,9 @@ def test_kernels_notice_subgroups_of_another_size(tmp_path, caplog, backend):
     check_against_reference(run, path)
 
 
-def on_matrix_units(gpu, path, ffn, rows, precision=Precision.FAST, kv_type=KvType.F16):
+def on_matrix_units(gpu, path, ffn, rows, precision=Precision.FAST, kv_type=KvType.F16, **changed):
     """A prompt on matrices that need no subgroups of 32: logits, those of float64 with an int8 output head, kernels."""
-    shape = {"dim": 128, "heads": 2, "kv_heads": 1, "head_dim": 64, "ffn": ffn, "layers": 2}
+    shape = {"dim": 128, "heads": 2, "kv_heads": 1, "head_dim": 64, "ffn": ffn, "layers": 2} | changed
     tiny_llama(path, ggml_type="Q4_0", **shape)
     run, ids = (
         load_one(gpu, path, context=128, chunk=128, precision=precision, kv_type=kv_type),
@@ -702,3 +702,15 @@ def test_few_rows_on_matrix_units(matrix_gpu, tmp_path, monkeypatch, rows, small
     layer = ["linear_matrix", small, "linear_matrix"]  # qkv, attn_output, gate_up
     down, last = ("linear_matrix", ["linear_sum"]) if ffn == 512 else (small, [])
     assert kernels == [*layer, down, *layer, down, *last]
+
+
+@pytest.mark.parametrize("matrix", ["16x16"])
+def test_skinny_on_matrix_units(matrix_gpu, tmp_path, monkeypatch):
+    """9 to 16 rows with inputs in registers: qkv into the cache, gated units in f16 blocks, the residual stream."""
+    monkeypatch.setattr(caps.Caps, "matrices", True)
+    monkeypatch.setattr(routes, "SMALL_MATRIX", 8000)
+    monkeypatch.setattr(routes, "SKINNY_BYTES", 16384)  # 4 of 16 teams
+    monkeypatch.setattr(routes, "CORES", 3)  # each takes several strips in turn
+    got, want, kernels = on_matrix_units(matrix_gpu, tmp_path / "m.gguf", 1024, 12, dim=1024, layers=1)
+    assert_close(got, want, *F16_BLOCKS)
+    assert kernels == ["linear_skinny", "linear_matrix", "linear_skinny", "linear_skinny"]  # attn_output has 128 k

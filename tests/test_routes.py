@@ -160,6 +160,60 @@ def test_matrix_splits_fill_a_large_gpu(m, n, k, splits):
     assert (tokens, rows) == (1, -(-n // route.consts["TILE_N"]))
 
 
+SKINNY_GPU = replace(GPU, matrix="16x16", shared_bytes=49152, invocations=1024)
+
+
+@pytest.mark.parametrize(
+    "n, k, epilogue, teams, splits, grid",
+    [
+        (6144, 4096, Epilogue.QKV, 16, 1, (1, 132, 1)),  # 8B
+        (4096, 4096, Epilogue.ADD, 16, 1, (1, 132, 1)),
+        (28672, 4096, Epilogue.GLU_BLOCKS, 16, 1, (1, 132, 1)),
+        (4096, 14336, Epilogue.ADD, 8, 7, (1, 37, 7)),
+        (3072, 3072, Epilogue.ADD, 12, 1, (1, 132, 1)),  # 3B
+        (16384, 2048, Epilogue.GLU_BLOCKS, 8, 1, (1, 264, 1)),  # 1B
+        (2048, 8192, Epilogue.ADD, 8, 4, (1, 66, 4)),
+    ],
+)
+def test_skinny(n, k, epilogue, teams, splits, grid):
+    """As many workgroups as an H200 runs at the same time."""
+    shape = Linear(16, n, k, 32, Q4, Inputs.F16, epilogue=epilogue, blocks=Inputs.F16, f16_scales=True)
+    given = replace(shape, inputs=Inputs.F32, epilogue=Epilogue.STORE)
+    assert routes.block_inputs([given], SKINNY_GPU) is Inputs.F16
+    route = select(routes.LINEAR, shape, SKINNY_GPU)
+    consts = shaders.constants(route.kernel) | dict(route.consts)
+    assert (route.kernel, consts["TEAMS"], consts["GRID_SPLIT"]) == ("linear_skinny", teams, splits)
+    assert route.grid(shape, consts, SKINNY_GPU, 16, 0) == grid
+
+
+def test_what_is_not_skinny():
+    """There is a kernel for all of them."""
+    shape = Linear(
+        16, 28672, 4096, 32, Q4, Inputs.F16, epilogue=Epilogue.GLU_BLOCKS, blocks=Inputs.F16, f16_scales=True
+    )
+    others = [replace(shape, m=17), replace(shape, f16_scales=False), replace(shape, group=128)]
+    others += [
+        replace(shape, storage=Q8),
+        replace(shape, k=4160),
+        replace(shape, k=8192),
+        replace(shape, blocks=Inputs.INT8),
+    ]
+    caps = [
+        replace(SKINNY_GPU, **lacking)
+        for lacking in ({"matrix": "16x8"}, {"shared_bytes": 32768}, {"invocations": 256})
+    ]
+    assert select(routes.LINEAR, shape, SKINNY_GPU).kernel == "linear_skinny"
+    for other, units in [*((other, SKINNY_GPU) for other in others), *((shape, units) for units in caps)]:
+        assert select(routes.LINEAR, other, units).kernel == "linear_matrix"
+    small = replace(shape, n=3072, k=2048, inputs=Inputs.F32, epilogue=Epilogue.STORE)
+    for given in (
+        small,
+        replace(shape, m=8, inputs=Inputs.F32, epilogue=Epilogue.STORE),
+        replace(small, n=4104, k=4096),
+    ):
+        assert routes.block_inputs([given], SKINNY_GPU) is Inputs.INT8
+
+
 def test_eight_scales():
     """Only f16 scales of 32 weights each, without anything between them, and whole eights in a row."""
     eight = Layout(Q4, 768, 32, scale_bits=16)

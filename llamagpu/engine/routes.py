@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from llamagpu.files.storage import Layout, Storage
 from llamagpu.gpu.caps import Caps, Grid
-from llamagpu.gpu.shaders import constants
+from llamagpu.gpu.shaders import constants, read
 
 Consts = Mapping[str, int]
 
@@ -86,6 +86,7 @@ class Role(StrEnum):
     HALVES = "halves"  # makes 32 weights f16
     MATRIX = "matrix"  # 16 x 16 matrices of smaller ones
     TILE = "tile"  # what linear_matrix multiplies
+    SUBGROUP_BARRIER = "subgroup_barrier"  # between stores and loads of a subgroup in workgroup memory
     DOT = "dot"  # inputs, prologue and the dot product of 32 weights
     REDUCE = "reduce"  # sums over lanes
     EPILOGUE = "epilogue"
@@ -119,6 +120,7 @@ class Linear:
     prologue: Prologue = Prologue.NONE
     epilogue: Epilogue = Epilogue.STORE
     blocks: Inputs | None = None  # the kind that its epilogue writes
+    f16_scales: bool = False  # each group has an f16 scale and no offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ class Route(Generic[S]):
     @property
     def has_workgroup_epilogue(self) -> bool:
         """The kernel calls workgroup_epilogue, which sees the rows of a whole workgroup."""
-        return not {Role.DOT, Role.PLANES, Role.HALVES}.isdisjoint(self.parts)
+        return "workgroup_epilogue(" in read(self.kernel)
 
 
 Table = tuple[Route[S], ...]
@@ -254,6 +256,13 @@ def tile_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Gri
 def matrix_tile_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
     x, y, z = tile_grid(s, c, caps, rows, position)
     return y, x, z
+
+
+def skinny_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    """As many workgroups as run at the same time. They take strips in turn: each begins with reading all of x."""
+    splits = c.get("GRID_SPLIT", 1)
+    units, running = s.n // c["EPILOGUE_ROWS"], CORES * (SKINNY_TEAMS // c["TEAMS"])
+    return 1, min(units, max(1, running // splits)), splits
 
 
 def pairs_by_token_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
@@ -567,7 +576,7 @@ def int8_tile_fits(s: Linear, rows: int, splits: int) -> bool:
 # Such a step of 1B, 3B and 8B took 1331, 3585 and 5548 us with these (2026-11-18); with one team of 32 x 128, also for
 # n = 16384, whose 128 tiles are fewer than cores, 1410, 3784 and 5630. With 16 rows 16 x 32 is faster than 16 x 64
 # (gate_up of 8B: 54 us, 58), but makes half a block at a time, and int8 blocks must be whole.
-MATRIX_ROWS = 9  # fewest token rows
+MATRIX_ROWS = 9  # fewest token rows of linear_matrix and linear_skinny
 MatrixTile = tuple[int, int, int, int]
 MATRIX_TILES: tuple[MatrixTile, ...] = (
     *((16, 32, 1, 2), (16, 64, 1, 2), (32, 128, 2, 2), (32, 64, 2, 2)),
@@ -634,6 +643,41 @@ def matrix_workgroups(s: Linear, c: Caps) -> int:
     return tile_count(s, rows, columns) * matrix_splits(s, c)
 
 
+# linear_skinny: subgroups of a workgroup, each for SLICE k, and workgroups that share k. A core of an H200 has
+# registers for 16 subgroups. us with 16 rows by it, by GEMV and by linear_matrix, with the sums of splits (2026-11-18):
+# 8B qkv 14.5, 16.1, 17.2, attn_output 11.9, 12.4, 14.5, gate_up 44.5, 66.2, 52.7, ffn_down 25.3, 35.0, 31.6; 3B 11.7,
+# 13.7, 26.8, 9.6, 12.0, 27.2, 22.4, 27.7, 29.4, 15.7, 18.9, 17.3; 1B 8.7, 6.6, 18.6, 5.7, 5.5, 11.9, 15.7, 19.8, 20.5,
+# 13.3, 12.4, 14.7.
+SKINNY_TEAMS = 16
+SKINNY_SLICE = constants("linear_skinny")["SLICE"]
+SKINNY_BYTES = SKINNY_TEAMS * 256 * constants("linear_skinny")["PITCH"] + 2048  # of workgroup memory
+SKINNY_SHAPES = (*((teams, 1) for teams in (4, 6, 8, 10, 12, 14, 16)), *((8, splits) for splits in range(3, 9)))
+
+
+def skinny_shape(s: Linear) -> tuple[int, int]:
+    """Teams and splits of linear_skinny for this k; (0, 0) if there are none."""
+    slices, rest = divmod(s.k, SKINNY_SLICE)
+    whole, split = (slices, 1), (8, slices // 8)
+    fits = (shape for shape in (whole, split) if rest == 0 and shape[0] * shape[1] == slices and shape in SKINNY_SHAPES)
+    return next(fits, (0, 0))
+
+
+def can_be_skinny(s: Linear, c: Caps) -> bool:
+    """Whether linear_skinny can run, but for the epilogue, and is faster than GEMV."""
+    weights = s.storage is Storage.Q4 and s.f16_scales and s.group == 32 and s.n % 16 == 0 and skinny_shape(s) != (0, 0)
+    room = c.matrix == "16x16" and c.shared_bytes >= SKINNY_BYTES and c.invocations >= 32 * SKINNY_TEAMS
+    large = s.n * s.k >= 2 * SMALL_MATRIX or (s.n * s.k > SMALL_MATRIX and s.k > 2048)
+    return weights and c.matrices and room and MATRIX_ROWS <= s.m <= 16 and large
+
+
+def is_skinny(s: Linear, c: Caps) -> bool:
+    """Whether linear_skinny runs. A gated unit makes halves of f16 blocks."""
+    if s.inputs is not Inputs.F16 or not tiles_of_blocks(s, c) or not can_be_skinny(s, c):
+        return False
+    whole = s.epilogue.to_blocks and s.blocks is Inputs.F16 and s.n % 64 == 0 and skinny_shape(s)[1] == 1
+    return no_extras(s) or whole
+
+
 def on_matrices(s: Linear, c: Caps) -> bool:
     if s.storage is Storage.BF16 or not c.matrices or not tiles_of_blocks(s, c):  # BF16 may be beyond f16
         return False
@@ -643,6 +687,7 @@ def on_matrices(s: Linear, c: Caps) -> bool:
         # us with 16 rows here and by GEMV: gate_up of 8B 54 and 67, of 1B 22.4 and 21.2; ffn_down of 8B 29 and 34, of
         # 3B 14.8 and 19.1, of 1B 13 and 12.4; with tiles of 16 x 64 the Q6 output of 8B 327 and 299
         large = s.n * s.k > (2 if s.n < s.k else 4) * SMALL_MATRIX and s.storage is not Storage.Q6
+        large = large or can_be_skinny(s, c)
     else:
         large = max(s.n, s.k) >= LONG_ROWS
     return s.inputs is Inputs.F16 and (s.m > 64 or (s.m >= MATRIX_ROWS and large))
@@ -735,6 +780,19 @@ def _matrix_route(inputs: Inputs, tile: MatrixTile, splits: int) -> Route[Linear
     return Route("linear_matrix", fits, needs, matrix_tile_grid, parts, consts)
 
 
+def _skinny_route(teams: int, splits: int, to_blocks: bool) -> Route[Linear]:
+    k = SKINNY_SLICE * teams * splits
+    needs = f"f16 x, {MATRIX_ROWS} <= m <= 16, q4, f16 scales, group 32, k = {k}, matrix units"
+    needs += ", f16 results" if to_blocks else f", k split {splits} times" if splits > 1 else ""
+    consts = {"TEAMS": teams, "WORKGROUP": 32 * teams, "TOKENS": 16}
+    consts |= {"EPILOGUE_ROWS": 32} if to_blocks else {"GRID_SPLIT": splits} if splits > 1 else {}
+
+    def fits(s: Linear, c: Caps) -> bool:
+        return is_skinny(s, c) and skinny_shape(s) == (teams, splits) and s.epilogue.to_blocks == to_blocks
+
+    return Route("linear_skinny", fits, needs, skinny_grid, (Role.SUBGROUP_BARRIER, Role.EPILOGUE), consts)
+
+
 def _gemm_route(case: str, fits: Callable[[Linear, Caps], bool], consts: Consts) -> Route[Linear]:
     def tile_fits(s: Linear, c: Caps) -> bool:
         return word_aligned(s, 8) and no_extras(s) and fits(s, c)
@@ -776,6 +834,8 @@ LINEAR: Table[Linear] = (
         row_pair_grid,
         (*WEIGHT_PARTS, Role.REDUCE),
     ),
+    *(_skinny_route(teams, splits, to_blocks=False) for teams, splits in SKINNY_SHAPES),
+    *(_skinny_route(teams, splits, to_blocks=True) for teams, splits in SKINNY_SHAPES if splits == 1),
     *(
         _matrix_route(inputs, tile, splits)
         for inputs in (Inputs.F16, Inputs.F32)
@@ -887,7 +947,8 @@ def grid_sizes(dim: int, heads_per_kv: int, caps: Caps, experts: bool = False) -
     Qwen 3 0.6B -13 %, Gemma 3 1B -4 %, 2026-11-17). With Dawn, whose barrier takes half the time, they are better up to
     3072 wide (tok/s: 1B 2359 to 2465, 3B 1129 to 1191, Qwen 3 4B 837 to 854, 30B-A3B 695 to 710; but 8B 648 to 589).
     With wgpu one token gains 2 % there, but several rows are slower (a step of 4 rows of 8B 2063 to 2346 us). Models
-    with experts have no fused steps of several rows: 30B-A3B gains 5 % (1398 to 1332 us), gpt-oss 20B nothing.
+    with experts have no fused steps of several rows: 30B-A3B gains 5 % (1398 to 1332 us). gpt-oss 20B needs more
+    registers than 256 workgroups of 256 leave on an H200: they do not pass the probe.
     """
     if caps.cpu:
         return (GridSize(1, 256),)  # for tests: llvmpipe runs as many as it has threads, and ends long loops

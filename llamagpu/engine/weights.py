@@ -65,8 +65,9 @@ class MatrixShard:
         prologue: Prologue = Prologue.NONE,
         epilogue: Epilogue = Epilogue.STORE,
     ) -> Linear:
-        layout = self.layout
-        return Linear(m, self.n, layout.k, layout.group, layout.storage, inputs, prologue, epilogue)
+        own = self.layout
+        f16_scales = own.scale_bits == 16 and not own.has_offset
+        return Linear(m, self.n, own.k, own.group, own.storage, inputs, prologue, epilogue, f16_scales=f16_scales)
 
     @property
     def consts(self) -> dict[str, Const]:

@@ -119,6 +119,24 @@ def linear_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
         if routes.fits_any(routes.LINEAR, shape, gpu.caps):  # the tiles take 32 KiB of workgroup memory
             yield linear_case(gpu, routes.select(routes.LINEAR, shape, gpu.caps), weight, mode, 70)
     yield from matrix_cases(gpu, quick)
+    yield from skinny_cases(gpu, quick)
+
+
+def skinny_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
+    """Every k of linear_skinny, into f32 and, gated, into f16 blocks. Two workgroups take the strips in turn."""
+    caps = gpu.caps
+    runs = caps.matrices and caps.matrix == "16x16" and caps.shared_bytes >= routes.SKINNY_BYTES
+    chosen = [route for route in routes.LINEAR if route.kernel == "linear_skinny"] if runs else []
+    for route in chosen[: 1 if quick else None]:
+        splits = route.consts.get("GRID_SPLIT", 1)
+        weight = Weight(Storage.Q4, 192, routes.SKINNY_SLICE * route.consts["TEAMS"] * splits)
+        in_turn = replace(route, grid=lambda *_, z=splits: (1, 2, z))
+        if "EPILOGUE_ROWS" in route.consts:
+            compare = partial(swiglu_blocks, gpu, in_turn, Inputs.F16, 13, Inputs.F16, weight)
+            shape = f"{Epilogue.GLU_BLOCKS} {weight.name}, f16 x, m 13, to f16{tuning(route)}"
+            yield Case(route.kernel, shape, compare, HALVES)
+        else:
+            yield linear_case(gpu, in_turn, weight, (Inputs.F16, Prologue.NONE), 13)
 
 
 def matrix_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
@@ -150,7 +168,7 @@ def linear_case(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode,
 def linear_bound(gpu: Gpu, route: Route[Linear], weight: Weight, mode: InputMode) -> Bound:
     if route.kernel == "linear_gemm_int8" and weight.storage.two_bytes:
         return ROUNDED_WEIGHTS
-    if route.kernel == "linear_matrix":
+    if route.kernel in ("linear_matrix", "linear_skinny"):
         return HALVES if mode[0] is Inputs.F16 else TWO_HALVES
     return mode_bound(gpu, mode)
 
@@ -259,8 +277,14 @@ def logits(gpu: Gpu, route: Route[Linear], inputs: Inputs) -> Answer:
     return np.append(gpu.read(y, np.float32, weight.n), top), np.append(want, want.max())
 
 
-def swiglu_blocks(gpu: Gpu, route: Route[Linear], inputs: Inputs, m: int, blocks: Inputs = Inputs.INT8) -> Answer:
-    weight = WHOLE_BLOCKS
+def swiglu_blocks(
+    gpu: Gpu,
+    route: Route[Linear],
+    inputs: Inputs,
+    m: int,
+    blocks: Inputs = Inputs.INT8,
+    weight: Weight = WHOLE_BLOCKS,
+) -> Answer:
     y = gpu.zeros(m * weight.n, "y")
     output = Output(Epilogue.GLU_BLOCKS, {"y": y}, {"WIDTH": weight.n}, activation_parts(Activation.SILU), blocks)
     want = reference.swiglu(run_linear(gpu, route, weight, (inputs, Prologue.NONE), output, m))

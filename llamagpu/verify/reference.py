@@ -93,7 +93,8 @@ class Weight:
         epilogue: Epilogue = Epilogue.STORE,
     ) -> Linear:
         group = self.k if self.storage.two_bytes else self.group
-        return Linear(m, self.n, self.k, group, self.storage, inputs, prologue, epilogue)
+        f16_scales = self.scale_bits == 16 and not self.has_offset and not self.storage.two_bytes
+        return Linear(m, self.n, self.k, group, self.storage, inputs, prologue, epilogue, f16_scales=f16_scales)
 
     def packed(self) -> PackedMatrix:
         """The layout of `repack`, which stores 6-bit weights as int8."""
