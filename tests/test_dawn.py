@@ -27,10 +27,11 @@ from gguf_builder import tiny_llama
 from one_sequence import load_one
 from test_model import CACHE_BOUNDS, assert_close, reference_of, token_ids
 
+from llamagpu.engine import routes
 from llamagpu.engine.options import KvType
 from llamagpu.errors import DeviceLost, DoesNotFit, NoAdapter
 from llamagpu.files.storage import Storage
-from llamagpu.gpu import choice, dawn
+from llamagpu.gpu import choice, dawn, shaders
 from llamagpu.gpu.buffers import BufferRange
 from llamagpu.gpu.caps import MATRICES, Library
 from llamagpu.gpu.choice import LIBRARY, Trial, adapter_key, choose_adapter, same_in_dawn, trials
@@ -164,11 +165,29 @@ def test_matrices_compile(library: Path, matrix: str) -> None:
     kernels = compose_all(ADAPTERS[f"matrices of {matrix}"], ["tiny"])
     composed = [source for source in kernels if "subgroup_matrix" in source]
     assert all((f"Right8 = subgroup_matrix_right<f16, 8, {matrix[:-2]}>" in s) == (matrix != "16x16") for s in composed)
-    assert {kernels[source] for source in composed} == {"linear_matrix", "attend_matrix"}
+    expected = {"linear_matrix", "attend_matrix"} | ({"linear_skinny"} if matrix == "16x16" else set())
+    assert {kernels[source] for source in composed} == expected
     for source in composed:
         native.create_module(source, kernels[source])
     with pytest.raises(GPUValidationError, match="row_minor"):
         native.create_module(product.replace("row_major>", "row_minor>"), "matrices")
+
+
+@pytest.mark.parametrize("barrier", ["workgroup", "none"])
+def test_skinny_compiles(library: Path, barrier: str) -> None:
+    """With the epilogues of a layer. No matrix of the tiny model is large enough."""
+    (adapter,) = dawn.dawn_adapters(library, dawn.NULL_BACKEND)
+    native = adapter.open(sorted(adapter.features), {}, True, threading.Event())
+    consts = {"K": 4096, "N": 4096, "TEAMS": 16, "WORKGROUP": 512, "TOKENS": 16}
+    epilogues = (
+        (("epilogue_qkv", "kv_store_f16"), {}),
+        (("epilogue_add",), {"WIDTH": 4096}),
+        (("epilogue_glu_blocks", "activation_silu", "blocks_f16"), {"WIDTH": 4096, "EPILOGUE_ROWS": 32}),
+        (("epilogue_partial",), {"GRID_SPLIT": 2, "SPLIT_ROWS": 16}),
+    )
+    for epilogue, own in epilogues:
+        parts = ("f16_native", f"subgroup_barrier_{barrier}", *epilogue)
+        native.create_module(shaders.compose("linear_skinny", parts, consts | own), "linear_skinny")
 
 
 def test_directives() -> None:
@@ -184,7 +203,9 @@ def test_directives() -> None:
 
 def test_the_trial(gpu: Gpu, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has passed for the device that is open; a wrong product would be told."""
-    assert [right for _, right in dawn_trial.products(gpu)] == [True] * (2 if gpu.caps.matrix else 1)
+    few = routes.can_be_skinny(dawn_trial.WEIGHT.shape(16), gpu.caps)
+    names = ["product", *["product of matrices"] * bool(gpu.caps.matrix), *["linear of 16 rows"] * few]
+    assert list(dawn_trial.products(gpu)) == [(name, True) for name in names]
     monkeypatch.setattr(dawn_trial, "products", lambda gpu: [("product", False)])
     adapter = next(a for a in dawn.dawn_adapters(library) if a.info["device"] == gpu.name)
     assert dawn_trial.try_adapter(adapter) == Trial(False, why="it computes a wrong product")

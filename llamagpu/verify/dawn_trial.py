@@ -25,9 +25,19 @@ from llamagpu.gpu.dawn import DawnAdapter, dawn_adapters
 from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.recorder import Plan, Recorder, Step
 from llamagpu.gpu.timing import Stopwatch
-from llamagpu.verify.reference import Weight, linear_inputs, matrix_of, step_buffer
+from llamagpu.verify.reference import (
+    HALVES,
+    Weight,
+    errors,
+    linear_inputs,
+    matrix_of,
+    rows_of,
+    run,
+    step_buffer,
+)
 
 ROWS, WEIGHT = 512, Weight(Storage.Q4, 4096, 4096)  # the linear whose times are compared
+FEW_ROWS = 16  # for linear_skinny, whose subgroups may have no barriers of their own
 PRODUCT = """
 @group(0) @binding(0) var<storage, read> x: array<f32>;
 @group(0) @binding(1) var<storage, read> w: array<f32>;
@@ -103,10 +113,12 @@ def try_adapter(adapter: DawnAdapter) -> Trial:
 
 
 def products(gpu: Gpu) -> Iterator[tuple[str, bool]]:
-    """Names of products of small integers, and whether they are exact."""
+    """Names of products, and whether they are right."""
     yield "product", product_is_exact(gpu, PRODUCT, np.float32)
     if gpu.caps.matrix:
         yield "product of matrices", product_is_exact(gpu, matrix_product(gpu.caps.matrix), np.float16)
+    if routes.can_be_skinny(WEIGHT.shape(FEW_ROWS), gpu.caps):
+        yield f"linear of {FEW_ROWS} rows", linear_is_right(gpu, FEW_ROWS)
 
 
 def matrix_product(matrix: str) -> str:
@@ -122,6 +134,17 @@ def product_is_exact(gpu: Gpu, source: str, inputs: type[np.floating]) -> bool:
     buffers["y"] = gpu.zeros(4 * x.size, "y")
     Recorder(gpu).submit([Step(Plan([Dispatch(gpu, "trial", source, {}, buffers, (1, 1, 1))]))])
     return bool((gpu.read(buffers["y"], np.float32, x.size).reshape(16, 16) == x @ (w + w.T)).all())
+
+
+def linear_is_right(gpu: Gpu, m: int) -> bool:
+    """Compares the first rows of the matrix with float64."""
+    shard, packed = WEIGHT.upload(gpu)
+    given, matrix, y = linear_inputs(gpu, m, WEIGHT.k, Inputs.F16), matrix_of(shard), gpu.zeros(m * WEIGHT.n * 4, "y")
+    run(gpu, Ops(gpu, step_buffer(gpu, m)).linear(given.x, matrix, m, ops.store(y, matrix), Inputs.F16), m)
+    rows = np.arange(min(WEIGHT.n, 512))
+    got = gpu.read(y, np.float32, m * WEIGHT.n).reshape(m, WEIGHT.n)[:, rows]
+    mean, largest = errors(got, given.values @ rows_of(packed, rows).T)
+    return mean <= HALVES[0] and largest <= HALVES[1]  # False for NaN
 
 
 def why_not_faster(gpu: Gpu) -> str:
