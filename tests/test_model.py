@@ -709,7 +709,7 @@ def test_skinny_on_matrix_units(matrix_gpu, tmp_path, monkeypatch):
     """9 to 16 rows with inputs in registers: qkv into the cache, gated units in f16 blocks, the residual stream."""
     monkeypatch.setattr(caps.Caps, "matrices", True)
     monkeypatch.setattr(routes, "SMALL_MATRIX", 8000)
-    monkeypatch.setattr(routes, "SKINNY_BYTES", 16384)  # 4 of 16 teams
+    monkeypatch.setattr(routes, "skinny_is_faster", lambda caps: True)
     monkeypatch.setattr(routes, "CORES", 3)  # each takes several strips in turn
     got, want, kernels = on_matrix_units(matrix_gpu, tmp_path / "m.gguf", 1024, 12, dim=1024, layers=1)
     assert_close(got, want, *F16_BLOCKS)

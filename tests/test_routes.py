@@ -160,7 +160,7 @@ def test_matrix_splits_fill_a_large_gpu(m, n, k, splits):
     assert (tokens, rows) == (1, -(-n // route.consts["TILE_N"]))
 
 
-SKINNY_GPU = replace(GPU, matrix="16x16", shared_bytes=49152, invocations=1024)
+SKINNY_GPU = replace(GPU, matrix="16x16", shared_bytes=49152, invocations=1024, measured_barrier=True)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +205,8 @@ def test_what_is_not_skinny():
     assert select(routes.LINEAR, shape, SKINNY_GPU).kernel == "linear_skinny"
     for other, units in [*((other, SKINNY_GPU) for other in others), *((shape, units) for units in caps)]:
         assert select(routes.LINEAR, other, units).kernel == "linear_matrix"
+    head = replace(shape, n=128256, k=8192, epilogue=Epilogue.STORE)  # whose splits the memory plan does not know
+    assert "GRID_SPLIT" not in select(routes.LINEAR, head, SKINNY_GPU).consts
     small = replace(shape, n=3072, k=2048, inputs=Inputs.F32, epilogue=Epilogue.STORE)
     for given in (
         small,

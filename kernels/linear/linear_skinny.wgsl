@@ -5,10 +5,10 @@
 // own part of workgroup memory. The sums of the teams are added up, and where K is longer than TEAMS * SLICE, linear_sum adds up
 // what GRID_SPLIT workgroups store.
 // w and scales are read_write, though nothing is stored: drivers move a load of read-only memory down to its first use, past
-// barriers, so that nothing hides its latency (28672 x 4096 on an H200: 48.8 us instead of 42.7).
-// Needs 16 tokens at most, subgroups of 32 and f16 matrices of 16 x 16 x 16, f16 scales without offsets, GROUP 32,
-// K = GRID_SPLIT * TEAMS * SLICE, TEAMS from 4 to 16, WORKGROUP = 32 * TEAMS, N % 16 == 0 (a gated unit: % 64), TOKENS 16,
-// EPILOGUE_ROWS 16 or 32. Parts: f16, subgroup_barrier_*, epilogue_*.
+// barriers, so that nothing hides its latency (28672 x 4096 on an H200, a script's kernel: 48.8 us instead of 42.7).
+// Needs 16 tokens at most, subgroups of 32 and f16 matrices of 16 x 16 x 16, f16 that keeps subnormals, f16 scales without offsets,
+// GROUP 32, K = GRID_SPLIT * TEAMS * SLICE, TEAMS from 4 to 16, WORKGROUP = 32 * TEAMS, TEAMS * 2304 + 2048 bytes of workgroup memory,
+// N % 16 == 0 (a gated unit: % 64), TOKENS 16, EPILOGUE_ROWS 16 or 32. Parts: f16, subgroup_barrier_*, epilogue_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const K: u32 = 1024u;

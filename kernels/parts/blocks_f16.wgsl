@@ -1,4 +1,4 @@
-// Role blocks: 32 activations as an f16 block in y, for linear_matrix: 16 words, of which word 4p + j holds the values p and
+// Role blocks: 32 activations as an f16 block in y, for linear_matrix and linear_skinny: 16 words, of which word 4p + j holds the values p and
 // p + 4 of the eight that the j-th of four neighbouring invocations brings, lo and hi. block_word(token, b, blocks) is the first
 // word of block b of a token.
 // Values are divided by X_UNIT and cut at the largest f16, that is, beyond a million. Parts: f16.

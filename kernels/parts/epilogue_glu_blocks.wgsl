@@ -3,7 +3,7 @@
 // TOKENS at most; with EPILOGUE_ROWS 32 half a block.
 // Needs a workgroup (of linear_matrix a subgroup) that covers EPILOGUE_ROWS consecutive rows, N % 64 == 0, and with EPILOGUE_ROWS 32
 // blocks_f16, since an int8 block has one scale. Parts: activation_*, blocks_*, hidden
-// (linear_gemm_int8 and linear_matrix have it themselves).
+// (linear_gemm_int8, linear_matrix and linear_skinny have it themselves).
 const N: u32 = 64u;      // rows of this shard
 const ROW0: u32 = 0u;    // the shard's first row in the matrix
 const WIDTH: u32 = 64u;  // rows of the matrix

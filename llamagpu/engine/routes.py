@@ -643,31 +643,47 @@ def matrix_workgroups(s: Linear, c: Caps) -> int:
     return tile_count(s, rows, columns) * matrix_splits(s, c)
 
 
-# linear_skinny: subgroups of a workgroup, each for SLICE k, and workgroups that share k. A core of an H200 has
-# registers for 16 subgroups. us with 16 rows by it, by GEMV and by linear_matrix, with the sums of splits (2026-11-18):
-# 8B qkv 14.5, 16.1, 17.2, attn_output 11.9, 12.4, 14.5, gate_up 44.5, 66.2, 52.7, ffn_down 25.3, 35.0, 31.6; 3B 11.7,
-# 13.7, 26.8, 9.6, 12.0, 27.2, 22.4, 27.7, 29.4, 15.7, 18.9, 17.3; 1B 8.7, 6.6, 18.6, 5.7, 5.5, 11.9, 15.7, 19.8, 20.5,
-# 13.3, 12.4, 14.7.
+# A workgroup of linear_skinny has a subgroup for each SLICE k, or shares k with others. A core of an H200 has registers
+# for 16 subgroups. us with 16 rows by linear_skinny / GEMV / linear_matrix, with the sums of splits (2026-11-18):
+#     qkv                 attn_output         gate_up             ffn_down
+# 8B  14.5 / 16.1 / 17.2  11.9 / 12.4 / 14.5  44.5 / 66.2 / 52.7  25.3 / 35.0 / 31.6
+# 3B  11.7 / 13.7 / 26.8   9.6 / 12.0 / 27.2  22.4 / 27.7 / 29.4  15.7 / 18.9 / 17.3
+# 1B   8.7 /  6.6 / 18.6   5.7 /  5.5 / 11.9  15.7 / 19.8 / 20.5  13.3 / 12.4 / 14.7
+# ffn_down of 1B is taken for gate_up, whose f16 blocks it reads. Where gate_up has to write int8 blocks, it is a little
+# slower than before.
 SKINNY_TEAMS = 16
 SKINNY_SLICE = constants("linear_skinny")["SLICE"]
-SKINNY_BYTES = SKINNY_TEAMS * 256 * constants("linear_skinny")["PITCH"] + 2048  # of workgroup memory
 SKINNY_SHAPES = (*((teams, 1) for teams in (4, 6, 8, 10, 12, 14, 16)), *((8, splits) for splits in range(3, 9)))
 
 
 def skinny_shape(s: Linear) -> tuple[int, int]:
-    """Teams and splits of linear_skinny for this k; (0, 0) if there are none."""
+    """Teams and splits of linear_skinny for this k; (0, 0) if there are none.
+
+    A vocabulary is not split: it fills a GPU, and the memory plan counts no splits of logits.
+    """
     slices, rest = divmod(s.k, SKINNY_SLICE)
-    whole, split = (slices, 1), (8, slices // 8)
-    fits = (shape for shape in (whole, split) if rest == 0 and shape[0] * shape[1] == slices and shape in SKINNY_SHAPES)
+    shapes = [(slices, 1)] + [(8, slices // 8)] * (s.n < VOCABULARY)
+    fits = (shape for shape in shapes if rest == 0 and shape[0] * shape[1] == slices and shape in SKINNY_SHAPES)
     return next(fits, (0, 0))
 
 
+def has_room_for_skinny(teams: int, c: Caps) -> bool:
+    """Whether the adapter can run so many subgroups of linear_skinny."""
+    room = teams * 256 * constants("linear_skinny")["PITCH"] + 2048  # bytes
+    return c.matrices and c.matrix == "16x16" and c.shared_bytes >= room and c.invocations >= 32 * teams
+
+
+def skinny_is_faster(c: Caps) -> bool:
+    """With barriers of the workgroup it is not: 16 rows of 8B take 4351 us on an H200, by other kernels 4090."""
+    return c.measured_barrier
+
+
 def can_be_skinny(s: Linear, c: Caps) -> bool:
-    """Whether linear_skinny can run, but for the epilogue, and is faster than GEMV."""
-    weights = s.storage is Storage.Q4 and s.f16_scales and s.group == 32 and s.n % 16 == 0 and skinny_shape(s) != (0, 0)
-    room = c.matrix == "16x16" and c.shared_bytes >= SKINNY_BYTES and c.invocations >= 32 * SKINNY_TEAMS
+    """Whether linear_skinny can run, but for the epilogue, and is faster than others for a layer of such matrices."""
+    teams, _ = skinny_shape(s)
+    weights = s.storage is Storage.Q4 and s.f16_scales and s.group == 32 and s.n % 16 == 0 and teams > 0
     large = s.n * s.k >= 2 * SMALL_MATRIX or (s.n * s.k > SMALL_MATRIX and s.k > 2048)
-    return weights and c.matrices and room and MATRIX_ROWS <= s.m <= 16 and large
+    return weights and large and MATRIX_ROWS <= s.m <= 16 and has_room_for_skinny(teams, c) and skinny_is_faster(c)
 
 
 def is_skinny(s: Linear, c: Caps) -> bool:

@@ -32,8 +32,8 @@ class Slabs:
         """`storages`: for each layer, the storage of its matrices by name; equal values share slabs.
 
         A fused kernel binds whole slabs, so each binding range of at most `most` layers has its own slabs. Without
-        storages there are no slabs. `pools`: bytes of the buffers that small slabs share, by name and binding range, if
-        not all ranges do.
+        storages there are no slabs. `pools`: bytes of the buffers that small slabs share, by name and binding range, or
+        None where all ranges share one.
         """
         self.gpu, self.storages, self.most = gpu, storages, most
         self.slabs: dict[tuple[object, ...], BufferRange] = {}

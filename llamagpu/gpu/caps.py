@@ -69,7 +69,7 @@ class Caps:
     scalar: bool = False  # LLAMAGPU_SCALAR=1: take the kernels for every shape, as a baseline
     shader_f16: bool = False  # computes in f16
     coherent: bool = False  # has buffers whose stores the workgroups of a dispatch see of each other
-    measured_barrier: bool = False  # measured: fused decode without fences, subgroups without barriers of their own
+    measured_barrier: bool = False  # measured: fused decode without fences; subgroups store and load in order
     fuses_all: bool = False  # LLAMAGPU_FUSED=1: also what is known to be faster unfused
     compares_fused: bool = False  # fused decode is compared with unfused before it is used
     grid_barrier: bool = False  # workgroups of one dispatch may wait for each other

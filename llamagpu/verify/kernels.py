@@ -124,9 +124,8 @@ def linear_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
 
 def skinny_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
     """Every k of linear_skinny, into f32 and, gated, into f16 blocks. Two workgroups take the strips in turn."""
-    caps = gpu.caps
-    runs = caps.matrices and caps.matrix == "16x16" and caps.shared_bytes >= routes.SKINNY_BYTES
-    chosen = [route for route in routes.LINEAR if route.kernel == "linear_skinny"] if runs else []
+    of_all = (route for route in routes.LINEAR if route.kernel == "linear_skinny")
+    chosen = [route for route in of_all if routes.has_room_for_skinny(route.consts["TEAMS"], gpu.caps)]
     for route in chosen[: 1 if quick else None]:
         splits = route.consts.get("GRID_SPLIT", 1)
         weight = Weight(Storage.Q4, 192, routes.SKINNY_SLICE * route.consts["TEAMS"] * splits)
