@@ -138,7 +138,7 @@ def product_is_exact(gpu: Gpu, source: str, inputs: type[np.floating]) -> bool:
 
 def linear_is_right(gpu: Gpu, m: int) -> bool:
     """Compares the first rows of the matrix with float64."""
-    shard, packed = WEIGHT.upload(gpu)
+    shard, packed = WEIGHT.upload(gpu, keep_scales=True)
     given, matrix, y = linear_inputs(gpu, m, WEIGHT.k, Inputs.F16), matrix_of(shard), gpu.zeros(m * WEIGHT.n * 4, "y")
     run(gpu, Ops(gpu, step_buffer(gpu, m)).linear(given.x, matrix, m, ops.store(y, matrix), Inputs.F16), m)
     rows = np.arange(min(WEIGHT.n, 512))
