@@ -711,7 +711,7 @@ def on_matrices(s: Linear, c: Caps) -> bool:
 
 def eight_scales(layout: Layout) -> bool:
     """Whether linear_matrix can load the scales of eight blocks of 32 weights at once, as 16 bytes."""
-    return layout.scale_bits == 16 and not layout.has_offset and layout.group == 32 and layout.k % 256 == 0
+    return layout.f16_scales and layout.group == 32 and layout.k % 256 == 0
 
 
 def block_inputs(shards: Iterable[Linear], c: Caps) -> Inputs:

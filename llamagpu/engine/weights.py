@@ -66,8 +66,7 @@ class MatrixShard:
         epilogue: Epilogue = Epilogue.STORE,
     ) -> Linear:
         own = self.layout
-        f16_scales = own.scale_bits == 16 and not own.has_offset
-        return Linear(m, self.n, own.k, own.group, own.storage, inputs, prologue, epilogue, f16_scales=f16_scales)
+        return Linear(m, self.n, own.k, own.group, own.storage, inputs, prologue, epilogue, f16_scales=own.f16_scales)
 
     @property
     def consts(self) -> dict[str, Const]:

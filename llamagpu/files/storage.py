@@ -59,6 +59,11 @@ class Layout:
         return 1 + self.has_offset
 
     @property
+    def f16_scales(self) -> bool:
+        """Whether a group has an f16 scale and no offset."""
+        return self.scale_bits == 16 and not self.has_offset
+
+    @property
     def row_bytes(self) -> int:
         """Of the words of one row."""
         if self.storage.two_bytes:
