@@ -126,7 +126,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let x14 = subgroupMatrixLoad<Left, row_major>(&tile, own + 4u, PITCH);
   let x15 = subgroupMatrixLoad<Left, row_major>(&tile, own + 6u, PITCH);
   subgroup_barrier();
-  let one = 1u + (step.rows >> 16u);  // drivers that can count the strips unroll them, and 80 KB of code leave the instruction cache between steps
+  let one = 1u + (step.rows >> 16u);  // a driver that can count the strips unrolls eight, to 80 KB of code
   for (var n = 0u; strip_row(n, workgroup.y, workgroups.y) < N; n = n * one + 1u) {
     let row = strip_row(n, workgroup.y, workgroups.y) + 2u * pair;
     if (index < 128u) { epilogue_prefetch(min(token, step.rows - 1u), row); }

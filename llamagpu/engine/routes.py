@@ -652,7 +652,8 @@ def matrix_workgroups(s: Linear, c: Caps) -> int:
 # ffn_down of 1B is taken for gate_up, whose f16 blocks it reads. Where gate_up has to write int8 blocks, it is a little
 # slower than before.
 SKINNY_TEAMS = 16
-SKINNY_SLICE = constants("linear_skinny")["SLICE"]
+SKINNY = constants("linear_skinny")
+SKINNY_SLICE = SKINNY["SLICE"]
 SKINNY_SHAPES = (*((teams, 1) for teams in (4, 6, 8, 10, 12, 14, 16)), *((8, splits) for splits in range(3, 9)))
 
 
@@ -669,7 +670,7 @@ def skinny_shape(s: Linear) -> tuple[int, int]:
 
 def has_room_for_skinny(teams: int, c: Caps) -> bool:
     """Whether the adapter can run so many subgroups of linear_skinny."""
-    room = teams * 256 * constants("linear_skinny")["PITCH"] + 2048  # bytes
+    room = 16 * teams * 16 * SKINNY["PITCH"] + 4 * 32 * SKINNY["TOKENS"]  # bytes of `tile` and `hidden`
     return c.matrices and c.matrix == "16x16" and c.shared_bytes >= room and c.invocations >= 32 * teams
 
 
@@ -683,7 +684,13 @@ def can_be_skinny(s: Linear, c: Caps) -> bool:
     teams, _ = skinny_shape(s)
     weights = s.storage is Storage.Q4 and s.f16_scales and s.group == 32 and s.n % 16 == 0 and teams > 0
     large = s.n * s.k >= 2 * SMALL_MATRIX or (s.n * s.k > SMALL_MATRIX and s.k > 2048)
-    return weights and large and MATRIX_ROWS <= s.m <= 16 and has_room_for_skinny(teams, c) and skinny_is_faster(c)
+    return (
+        weights
+        and large
+        and MATRIX_ROWS <= s.m <= SKINNY["TOKENS"]
+        and has_room_for_skinny(teams, c)
+        and skinny_is_faster(c)
+    )
 
 
 def is_skinny(s: Linear, c: Caps) -> bool:
@@ -798,9 +805,9 @@ def _matrix_route(inputs: Inputs, tile: MatrixTile, splits: int) -> Route[Linear
 
 def _skinny_route(teams: int, splits: int, to_blocks: bool) -> Route[Linear]:
     k = SKINNY_SLICE * teams * splits
-    needs = f"f16 x, {MATRIX_ROWS} <= m <= 16, q4, f16 scales, group 32, k = {k}, matrix units"
+    needs = f"f16 x, {MATRIX_ROWS} <= m <= {SKINNY['TOKENS']}, q4, f16 scales, group 32, k = {k}, matrix units"
     needs += ", f16 results" if to_blocks else f", k split {splits} times" if splits > 1 else ""
-    consts = {"TEAMS": teams, "WORKGROUP": 32 * teams, "TOKENS": 16}
+    consts = {"TEAMS": teams, "WORKGROUP": 32 * teams, "TOKENS": SKINNY["TOKENS"]}
     consts |= {"EPILOGUE_ROWS": 32} if to_blocks else {"GRID_SPLIT": splits} if splits > 1 else {}
 
     def fits(s: Linear, c: Caps) -> bool:

@@ -37,7 +37,7 @@ from llamagpu.verify.reference import (
 )
 
 ROWS, WEIGHT = 512, Weight(Storage.Q4, 4096, 4096)  # the linear whose times are compared
-FEW_ROWS = 16  # for linear_skinny, whose subgroups may have no barriers of their own
+FEW_ROWS = routes.SKINNY["TOKENS"]  # for linear_skinny, whose subgroups may have no barriers of their own
 PRODUCT = """
 @group(0) @binding(0) var<storage, read> x: array<f32>;
 @group(0) @binding(1) var<storage, read> w: array<f32>;
