@@ -186,7 +186,7 @@ def test_skinny_compiles(library: Path, barrier: str) -> None:
         (("epilogue_partial",), {"GRID_SPLIT": 2, "SPLIT_ROWS": 16}),
     )
     for epilogue, own in epilogues:
-        parts = ("f16_native", f"subgroup_barrier_{barrier}", *epilogue)
+        parts = ("f16_native", "strip_q4", f"subgroup_barrier_{barrier}", *epilogue)
         native.create_module(shaders.compose("linear_skinny", parts, consts | own), "linear_skinny")
 
 

@@ -1,14 +1,14 @@
 // y[m, N] = x[m, K] @ W[N, K]^T, up to 16 tokens and q4 weights: a skinny GEMM on subgroup matrices, f16 with f32 sums.
 // x stays in registers: each of TEAMS subgroups keeps SLICE k of all tokens, in 16 matrices, and multiplies them by one strip
-// of 16 rows of W after another. Eight lanes load the SLICE k of a row, 128 neighbouring bytes. A lane converts a quarter of its
-// weights at a time, so that the quarters of a strip are 64 k wide, in an order that x has too. They pass through the subgroup's
-// own part of workgroup memory. The sums of the teams are added up, and where K is longer than TEAMS * SLICE, linear_sum adds up
-// what GRID_SPLIT workgroups store.
+// of 16 rows of W after another. Neighbouring lanes load the SLICE k of a row, 128 bytes of q4 by eight of them (see strip_*). A
+// lane converts a quarter of its weights at a time, so that the quarters of a strip are 64 k wide, in an order that x has too.
+// They pass through the subgroup's own part of workgroup memory. The sums of the teams are added up, and where K is longer than
+// TEAMS * SLICE, linear_sum adds up what GRID_SPLIT workgroups store.
 // w and scales are read_write, though nothing is stored: drivers move a load of read-only memory down to its first use, past
 // barriers, so that nothing hides its latency (28672 x 4096 on an H200, a script's kernel: 48.8 us instead of 42.7).
-// Needs 16 tokens at most, subgroups of 32 and f16 matrices of 16 x 16 x 16, f16 that keeps subnormals, f16 scales without offsets,
-// GROUP 32, K = GRID_SPLIT * TEAMS * SLICE, TEAMS from 4 to 16, WORKGROUP = 32 * TEAMS, TEAMS * 2304 + 2048 bytes of workgroup memory,
-// N % 16 == 0 (a gated unit: % 64), TOKENS 16, EPILOGUE_ROWS 16 or 32. Parts: f16, subgroup_barrier_*, epilogue_*.
+// Needs 16 tokens at most, subgroups of 32 and f16 matrices of 16 x 16 x 16, f16 that keeps subnormals, what strip_* needs,
+// K = GRID_SPLIT * TEAMS * SLICE, TEAMS from 4 to 16, WORKGROUP = 32 * TEAMS, TEAMS * 2304 + 2048 bytes of workgroup memory,
+// N % 16 == 0 (a gated unit: % 64), TOKENS 16, EPILOGUE_ROWS 16 or 32. Parts: f16, strip_*, subgroup_barrier_*, epilogue_*.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const K: u32 = 1024u;
@@ -32,8 +32,6 @@ alias Left = subgroup_matrix_left<f16, 16, 16>;
 alias Right = subgroup_matrix_right<f16, 16, 16>;
 alias Result = subgroup_matrix_result<f32, 16, 16>;
 @group(0) @binding(5) var<storage, read> x: array<vec4<u32>>;             // f16 blocks [m][K/32][4], see blocks_f16
-@group(0) @binding(6) var<storage, read_write> w: array<vec4<u32>>;       // q4 [N][K/32]
-@group(0) @binding(7) var<storage, read_write> scales: array<u32>;        // f16 [N][K/32], two in a word
 @group(0) @binding(8) var<uniform> step: Step;
 var<workgroup> tile: array<vec4<u32>, TEAMS * OWN>;  // of each subgroup f16 [token or row][64 k]; at the end of a strip its sums
 var<workgroup> hidden: array<f32, TOKENS * 32u>;     // of epilogue_glu_blocks
@@ -41,30 +39,9 @@ var<private> magic: u32;  // the exponent of 1024 twice, in a register: with a c
 fn store_hidden(i: u32, v: f32) { hidden[i] = v; }
 fn load_hidden(i: u32) -> vec4<f32> { return vec4<f32>(hidden[i], hidden[i + 1u], hidden[i + 2u], hidden[i + 3u]); }
 
-struct Loads { q0: vec4<u32>, q1: vec4<u32>, q2: vec4<u32>, q3: vec4<u32>, scales: vec4<u32> }  // 32 weights of every fourth row
-fn load_strip(row: u32, b: u32) -> Loads {  // block b of rows row, row + 4, row + 8 and row + 12
-  let i = row * (K / 32u) + b;
-  const FOUR = K / 8u;  // blocks of four rows
-  let s = vec4<u32>(scales[i / 2u], scales[(i + FOUR) / 2u], scales[(i + 2u * FOUR) / 2u], scales[(i + 3u * FOUR) / 2u]);
-  return Loads(w[i], w[i + FOUR], w[i + 2u * FOUR], w[i + 3u * FOUR], s);
-}
 fn scaled(bits: u32, zero: f16, s: f16) -> u32 {
   let v = bitcast<vec2<f16>>(bits) - vec2<f16>(zero);
   return bitcast<u32>(v * vec2<f16>(s));
-}
-// Of every eight weights the pair (p, p + 4). A nibble is the last bits of 1024 or, without a shift, the four before.
-fn quarter(q: vec4<u32>, p: u32, scale: f16) -> vec4<u32> {
-  let high = p % 2u == 1u;
-  let v = (select(q, q >> vec4<u32>(8u), p >= 2u) & vec4<u32>(select(0x000F000Fu, 0x00F000F0u, high))) | vec4<u32>(magic);
-  let zero = select(1032.0h, 1152.0h, high);
-  let s = select(scale, scale * 0.0625h, high);
-  return vec4<u32>(scaled(v.x, zero, s), scaled(v.y, zero, s), scaled(v.z, zero, s), scaled(v.w, zero, s));
-}
-fn stage(at: u32, l: Loads, p: u32, s: vec4<f16>) {
-  tile[at] = quarter(l.q0, p, s.x);
-  tile[at + 4u * PITCH] = quarter(l.q1, p, s.y);
-  tile[at + 8u * PITCH] = quarter(l.q2, p, s.z);
-  tile[at + 12u * PITCH] = quarter(l.q3, p, s.w);
 }
 // A token's SLICE k are 512 bytes: 16 lanes load two of the four vec4s of its eight blocks, whole sectors of memory.
 struct Inputs { v: array<vec4<u32>, 8> }
@@ -89,13 +66,13 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let lane = index % 32u;
   magic = select(0x64006400u, 0u, lane == 32u + step.rows);  // which it is not, but the driver cannot know
   let own = subgroup * OWN;
-  let at = own + lane / 8u * PITCH + lane % 8u;
+  let at = own + lane / ROW_LANES * PITCH + lane_block(lane);
   let first = (workgroup.z * TEAMS + subgroup) * (SLICE / 32u);  // block
-  let b = first + lane % 8u;
-  let half = b % 2u * 16u;  // of a word with two scales
+  let b = first + lane_block(lane);
+  let skip = scale_skip(b);
   let token = index / 8u;   // of the invocation's results, where it has some
   let pair = index % 8u;
-  var loads = load_strip(min(strip_row(0u, workgroup.y, workgroups.y), N - 16u) + lane / 8u, b);
+  var loads = load_strip(min(strip_row(0u, workgroup.y, workgroups.y), N - 16u) + lane / ROW_LANES, b);
   let inputs0 = load_inputs(lane, first, 0u);
   let inputs2 = load_inputs(lane, first, 2u);
   stage_inputs(own, lane, inputs0, 0u);
@@ -130,8 +107,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   for (var n = 0u; strip_row(n, workgroup.y, workgroups.y) < N; n = n * one + 1u) {
     let row = strip_row(n, workgroup.y, workgroups.y) + 2u * pair;
     if (index < 128u) { epilogue_prefetch(min(token, step.rows - 1u), row); }
-    let words = loads.scales >> vec4<u32>(half);
-    let s = vec4<f16>(bitcast<vec2<f16>>(words.x).x, bitcast<vec2<f16>>(words.y).x, bitcast<vec2<f16>>(words.z).x, bitcast<vec2<f16>>(words.w).x) * W_UNIT;
+    let s = strip_scales(loads, skip);
     var sum = Result();
     stage(at, loads, 0u, s);
     subgroup_barrier();
@@ -167,7 +143,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
     sum = subgroupMatrixMultiplyAccumulate(x11, w11, sum);
     subgroup_barrier();
     stage(at, loads, 3u, s);
-    loads = load_strip(min(strip_row(n + 1u, workgroup.y, workgroups.y), N - 16u) + lane / 8u, b);
+    loads = load_strip(min(strip_row(n + 1u, workgroup.y, workgroups.y), N - 16u) + lane / ROW_LANES, b);
     subgroup_barrier();
     let w12 = subgroupMatrixLoad<Right, col_major>(&tile, own, PITCH);
     let w13 = subgroupMatrixLoad<Right, col_major>(&tile, own + 2u, PITCH);

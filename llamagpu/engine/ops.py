@@ -316,6 +316,8 @@ class Ops:
                 names.append(f"matrix_{caps.matrix}")
             elif role is Role.TILE:
                 names.append(f"tile_{inputs}")
+            elif role is Role.STRIP:
+                names.append(f"strip_{storage}")
             elif role is Role.SUBGROUP_BARRIER:
                 names.append("subgroup_barrier_none" if caps.measured_barrier else "subgroup_barrier_workgroup")
             elif role is Role.DOT:

@@ -86,6 +86,7 @@ class Role(StrEnum):
     HALVES = "halves"  # makes 32 weights f16
     MATRIX = "matrix"  # 16 x 16 matrices of smaller ones
     TILE = "tile"  # what linear_matrix multiplies
+    STRIP = "strip"  # 16 rows of weights as f16, for a subgroup
     SUBGROUP_BARRIER = "subgroup_barrier"  # between stores and loads of a subgroup in workgroup memory
     DOT = "dot"  # inputs, prologue and the dot product of 32 weights
     REDUCE = "reduce"  # sums over lanes
@@ -813,7 +814,8 @@ def _skinny_route(teams: int, splits: int, to_blocks: bool) -> Route[Linear]:
     def fits(s: Linear, c: Caps) -> bool:
         return is_skinny(s, c) and skinny_shape(s) == (teams, splits) and s.epilogue.to_blocks == to_blocks
 
-    return Route("linear_skinny", fits, needs, skinny_grid, (Role.SUBGROUP_BARRIER, Role.EPILOGUE), consts)
+    parts = (Role.STRIP, Role.SUBGROUP_BARRIER, Role.EPILOGUE)
+    return Route("linear_skinny", fits, needs, skinny_grid, parts, consts)
 
 
 def _gemm_route(case: str, fits: Callable[[Linear, Caps], bool], consts: Consts) -> Route[Linear]:
