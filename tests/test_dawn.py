@@ -174,7 +174,8 @@ def test_matrices_compile(library: Path, matrix: str) -> None:
 
 
 @pytest.mark.parametrize("barrier", ["workgroup", "none"])
-def test_skinny_compiles(library: Path, barrier: str) -> None:
+@pytest.mark.parametrize("strip", ["strip_q4", "strip_q6"])
+def test_skinny_compiles(library: Path, strip: str, barrier: str) -> None:
     """With the epilogues of a layer. No matrix of the tiny model is large enough."""
     (adapter,) = dawn.dawn_adapters(library, dawn.NULL_BACKEND)
     native = adapter.open(sorted(adapter.features), {}, True, threading.Event())
@@ -186,7 +187,7 @@ def test_skinny_compiles(library: Path, barrier: str) -> None:
         (("epilogue_partial",), {"GRID_SPLIT": 2, "SPLIT_ROWS": 16}),
     )
     for epilogue, own in epilogues:
-        parts = ("f16_native", "strip_q4", f"subgroup_barrier_{barrier}", *epilogue)
+        parts = ("f16_native", strip, f"subgroup_barrier_{barrier}", *epilogue)
         native.create_module(shaders.compose("linear_skinny", parts, consts | own), "linear_skinny")
 
 

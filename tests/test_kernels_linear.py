@@ -228,11 +228,18 @@ SKINNY = [r for r in routes.LINEAR if r.kernel == "linear_skinny"]
 
 @covers("linear_skinny")
 @pytest.mark.parametrize("matrix", ["16x16"])
-@pytest.mark.parametrize("teams, splits", [(8, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
-def test_skinny(matrix_gpu, teams, splits):
+@pytest.mark.parametrize(
+    "storage, teams, splits",
+    [
+        (Q4, 8, 3),
+        (Q6, 4, 1),
+        pytest.param(Q4, 4, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_skinny(matrix_gpu, storage, teams, splits):
     """Into the residual stream, of fewer rows than the plan takes. Two workgroups take the strips in turn.
 
-    A GPU with matrices runs all routes that are not gated. test_model.py has one that is.
+    A GPU with matrices runs all routes that are not gated, of Q6_K also in splits. test_model.py has one that is.
     """
     of_all = [route for route in SKINNY if "EPILOGUE_ROWS" not in route.consts]
     of_all = [route for route in of_all if routes.has_room_for_skinny(route.consts["TEAMS"], matrix_gpu.caps)]
@@ -240,7 +247,9 @@ def test_skinny(matrix_gpu, teams, splits):
     for route in of_all if matrix_gpu.matrices else chosen:
         splits, most, n = route.consts.get("GRID_SPLIT", 1), 16, 80
         in_turn = replace(route, grid=lambda *_, z=splits: (1, 2, z))
-        check_skinny(matrix_gpu, in_turn, Weight(Q4, n, routes.SKINNY_SLICE * route.consts["TEAMS"] * splits), most)
+        k = routes.SKINNY_SLICE * route.consts["TEAMS"] * splits
+        weight = Weight(Q4, n, k) if storage is Q4 else Weight(Q6, n, k, 16, scale_bits=8)
+        check_skinny(matrix_gpu, in_turn, weight, most)
 
 
 def check_skinny(gpu, route, weight, most):

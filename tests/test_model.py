@@ -22,10 +22,13 @@ from llamagpu.engine.kv_cache import BufferKvCache
 from llamagpu.engine.load import load_model
 from llamagpu.engine.model import BufferModel, PlanKind
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision
+from llamagpu.engine.routes import Inputs
 from llamagpu.engine.sampler import HostSampler, Sampling
 from llamagpu.engine.step_inputs import MAX_ROWS, Segment
+from llamagpu.engine.weights import WeightTarget
 from llamagpu.errors import DoesNotFit
 from llamagpu.files.gguf_file import BLOCKS, GgufFile
+from llamagpu.files.storage import Storage
 from llamagpu.gpu import caps, device, recorder
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.recorder import Pending, Plan, Step
@@ -714,3 +717,42 @@ def test_skinny_on_matrix_units(matrix_gpu, tmp_path, monkeypatch):
     got, want, kernels = on_matrix_units(matrix_gpu, tmp_path / "m.gguf", 1024, 12, dim=1024, layers=1)
     assert_close(got, want, *F16_BLOCKS)
     assert kernels == ["linear_skinny", "linear_matrix", "linear_skinny", "linear_skinny"]  # attn_output has 128 k
+
+
+@pytest.fixture
+def skinny_head(matrix_gpu, tmp_path, monkeypatch):
+    """A model whose embeddings and output head are Q6_K, in 6 bits as on a GPU, and its file."""
+    monkeypatch.setattr(caps.Caps, "matrices", True)
+    monkeypatch.setattr(routes, "SMALL_MATRIX", 8000)
+    monkeypatch.setattr(routes, "VOCABULARY", 288)
+    monkeypatch.setattr(routes, "skinny_is_faster", lambda caps: True)
+    monkeypatch.setattr(routes, "CORES", 3)  # each takes several strips in turn
+    of_a_gpu = WeightTarget(Backend.BUFFERS, six_bits=True, native_f16=True, int8=True)
+    monkeypatch.setattr(WeightTarget, "of", lambda *_: of_a_gpu)
+    shape = {"dim": 1024, "heads": 2, "kv_heads": 1, "head_dim": 64, "ffn": 192, "layers": 1}
+    path = tiny_llama(tmp_path / "m.gguf", ggml_type=by_name(token_embd="Q6_K"), **shape)
+    return load_one(matrix_gpu, path, context=128, chunk=16, precision=Precision.FAST, slots=16), path
+
+
+@pytest.mark.parametrize("matrix", ["16x16"])
+def test_skinny_output_head(skinny_head):
+    """The norm writes f16 blocks for 9 to 16 rows of logits, else int8 blocks."""
+    model = skinny_head[0].model
+    inputs = {m: model.inputs(m, model.weights.output) for m in (1, 8, 9, 16)}
+    assert inputs == {1: Inputs.INT8, 8: Inputs.INT8, 9: Inputs.F16, 16: Inputs.F16}
+    norm, *head = model.head(model.step_key(12, 0, True, 12))
+    assert [d.kernel for d in head] == ["linear_skinny", "argmax"]
+    assert "const X_UNIT" in norm.source, "it writes f16 blocks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("matrix", ["16x16"])
+def test_scores_by_a_skinny_output_head(skinny_head):
+    """Of one step, as perplexity takes them."""
+    (run, path), ids = skinny_head, token_ids(12)
+    head = run.model.score_plan(run.engine.score_rows).dispatches[-2]
+    assert (head.kernel, head.shape.storage) == ("linear_skinny", Storage.Q6)
+    logits = Reference(GgufFile(path), kv_type=KvType.F32, int8_decode=True, int8_prefill=True).forward(ids)
+    logits -= logits.max(axis=1, keepdims=True)
+    want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    assert_close(run.log_probs(ids), want[np.arange(11), ids[1:]], *INT8)

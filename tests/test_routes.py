@@ -186,6 +186,24 @@ def test_skinny(n, k, epilogue, teams, splits, grid):
     assert route.grid(shape, consts, SKINNY_GPU, 16, 0) == grid
 
 
+@pytest.mark.parametrize("k, teams, workgroups", [(4096, 16, 132), (3072, 12, 132), (2048, 8, 264)])
+def test_skinny_output_head(k, teams, workgroups):
+    """Q6_K, of Llama 8B, 3B and 1B: the norm before it writes f16 blocks."""
+    head = Linear(16, 128256, k, 16, Q6, sub_scales=True)
+    assert routes.block_inputs([head], SKINNY_GPU) is Inputs.F16
+    shape = replace(head, inputs=Inputs.F16)
+    route = select(routes.LINEAR, shape, SKINNY_GPU)
+    consts = shaders.constants(route.kernel) | dict(route.consts)
+    assert (route.kernel, consts["TEAMS"], consts["GRID_SPLIT"]) == ("linear_skinny", teams, 1)
+    assert route.grid(shape, consts, SKINNY_GPU, 16, 0) == (1, workgroups, 1)
+    others = [{"m": 8}, {"m": 17}, {"n": 28672}, {"n": 128258}, {"k": 8192}, {"sub_scales": False}, {"group": 32}]
+    lacking = [{"matrix": "16x8"}, {"measured_barrier": False}, {"shared_bytes": 32768 - 16}]
+    given = [(replace(head, **other), SKINNY_GPU) for other in others]
+    for other, caps in [*given, *((head, replace(SKINNY_GPU, **less)) for less in lacking)]:
+        assert routes.block_inputs([other], caps) is (Inputs.F16 if other.m == 17 else Inputs.INT8)
+        assert select(routes.LINEAR, replace(other, inputs=Inputs.F16), caps).kernel != "linear_skinny"
+
+
 def test_what_is_not_skinny():
     """There is a kernel for all of them."""
     shape = Linear(

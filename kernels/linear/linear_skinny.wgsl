@@ -1,4 +1,4 @@
-// y[m, N] = x[m, K] @ W[N, K]^T, up to 16 tokens and q4 weights: a skinny GEMM on subgroup matrices, f16 with f32 sums.
+// y[m, N] = x[m, K] @ W[N, K]^T, up to 16 tokens and q4 or q6 weights: a skinny GEMM on subgroup matrices, f16 with f32 sums.
 // x stays in registers: each of TEAMS subgroups keeps SLICE k of all tokens, in 16 matrices, and multiplies them by one strip
 // of 16 rows of W after another. Neighbouring lanes load the SLICE k of a row, 128 bytes of q4 by eight of them (see strip_*). A
 // lane converts a quarter of its weights at a time, so that the quarters of a strip are 64 k wide, in an order that x has too.

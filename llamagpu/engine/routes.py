@@ -122,6 +122,7 @@ class Linear:
     epilogue: Epilogue = Epilogue.STORE
     blocks: Inputs | None = None  # the kind that its epilogue writes
     f16_scales: bool = False  # each group has an f16 scale and no offset
+    sub_scales: bool = False  # each group has an int8 sub-scale and no offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -680,13 +681,24 @@ def skinny_is_faster(c: Caps) -> bool:
     return c.measured_barrier
 
 
+def has_strips(s: Linear) -> bool:
+    """Whether linear_skinny takes such weights: Q4_0, and Q6_K of a vocabulary, as the output head of a Q4_0 model is.
+
+    Layers in Q6_K would be split over k, and gate_up would have to write what ffn_down then reads: not measured.
+    """
+    if s.storage is Storage.Q6:
+        return s.sub_scales and s.group == 16 and s.n >= VOCABULARY
+    return s.storage is Storage.Q4 and s.f16_scales and s.group == 32
+
+
 def can_be_skinny(s: Linear, c: Caps) -> bool:
     """Whether linear_skinny can run, but for the epilogue, and is faster than others for a layer of such matrices."""
     teams, _ = skinny_shape(s)
-    weights = s.storage is Storage.Q4 and s.f16_scales and s.group == 32 and s.n % 16 == 0 and teams > 0
     large = s.n * s.k >= 2 * SMALL_MATRIX or (s.n * s.k > SMALL_MATRIX and s.k > 2048)
     return (
-        weights
+        has_strips(s)
+        and s.n % 16 == 0
+        and teams > 0
         and large
         and MATRIX_ROWS <= s.m <= SKINNY["TOKENS"]
         and has_room_for_skinny(teams, c)
@@ -806,7 +818,8 @@ def _matrix_route(inputs: Inputs, tile: MatrixTile, splits: int) -> Route[Linear
 
 def _skinny_route(teams: int, splits: int, to_blocks: bool) -> Route[Linear]:
     k = SKINNY_SLICE * teams * splits
-    needs = f"f16 x, {MATRIX_ROWS} <= m <= {SKINNY['TOKENS']}, q4, f16 scales, group 32, k = {k}, matrix units"
+    weights = "Q4_0" if to_blocks or splits > 1 else f"Q4_0 or (n >= {VOCABULARY}) Q6_K"
+    needs = f"f16 x, {MATRIX_ROWS} <= m <= {SKINNY['TOKENS']}, {weights}, k = {k}, matrix units"
     needs += ", f16 results" if to_blocks else f", k split {splits} times" if splits > 1 else ""
     consts = {"TEAMS": teams, "WORKGROUP": 32 * teams, "TOKENS": SKINNY["TOKENS"]}
     consts |= {"EPILOGUE_ROWS": 32} if to_blocks else {"GRID_SPLIT": splits} if splits > 1 else {}

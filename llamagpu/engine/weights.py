@@ -66,7 +66,8 @@ class MatrixShard:
         epilogue: Epilogue = Epilogue.STORE,
     ) -> Linear:
         own = self.layout
-        return Linear(m, self.n, own.k, own.group, own.storage, inputs, prologue, epilogue, f16_scales=own.f16_scales)
+        shape = Linear(m, self.n, own.k, own.group, own.storage, inputs, prologue, epilogue)
+        return replace(shape, f16_scales=own.f16_scales, sub_scales=own.sub_scales)
 
     @property
     def consts(self) -> dict[str, Const]:

@@ -64,6 +64,11 @@ class Layout:
         return self.scale_bits == 16 and not self.has_offset
 
     @property
+    def sub_scales(self) -> bool:
+        """Whether a group has an int8 sub-scale and no offset."""
+        return self.scale_bits == 8 and not self.has_offset
+
+    @property
     def row_bytes(self) -> int:
         """Of the words of one row."""
         if self.storage.two_bytes:

@@ -123,7 +123,10 @@ def linear_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
 
 
 def skinny_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
-    """Every k of linear_skinny, into f32 and, gated, into f16 blocks. Two workgroups take the strips in turn."""
+    """Every k of linear_skinny, into f32 and, gated, into f16 blocks; of Q6_K into f32, without splits.
+
+    Two workgroups take the strips in turn.
+    """
     of_all = (route for route in routes.LINEAR if route.kernel == "linear_skinny")
     chosen = [route for route in of_all if routes.has_room_for_skinny(route.consts["TEAMS"], gpu.caps)]
     for route in chosen[: 1 if quick else None]:
@@ -135,7 +138,9 @@ def skinny_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:
             shape = f"{Epilogue.GLU_BLOCKS} {weight.name}, f16 x, m 13, to f16{tuning(route)}"
             yield Case(route.kernel, shape, compare, HALVES)
         else:
-            yield linear_case(gpu, in_turn, weight, (Inputs.F16, Prologue.NONE), 13)
+            q6 = [Weight(Storage.Q6, 192, weight.k, 16, scale_bits=8)] if splits == 1 else []
+            for stored in (weight, *q6):
+                yield linear_case(gpu, in_turn, stored, (Inputs.F16, Prologue.NONE), 13)
 
 
 def matrix_cases(gpu: Gpu, quick: bool) -> Iterator[Case]:

@@ -93,8 +93,10 @@ class Weight:
         epilogue: Epilogue = Epilogue.STORE,
     ) -> Linear:
         group = self.k if self.storage.two_bytes else self.group
-        f16_scales = self.scale_bits == 16 and not self.has_offset and not self.storage.two_bytes
-        return Linear(m, self.n, self.k, group, self.storage, inputs, prologue, epilogue, f16_scales=f16_scales)
+        shape = Linear(m, self.n, self.k, group, self.storage, inputs, prologue, epilogue)
+        if self.has_offset or self.storage.two_bytes:
+            return shape
+        return replace(shape, f16_scales=self.scale_bits == 16, sub_scales=self.scale_bits == 8)
 
     def packed(self) -> PackedMatrix:
         """The layout of `repack`, which stores 6-bit weights as int8."""
