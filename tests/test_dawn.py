@@ -129,14 +129,21 @@ def test_errors(gpu: Gpu) -> None:
         gpu.pipeline("fn nonsense", "k")
     with pytest.raises(GPUError):
         gpu.device.create_buffer(size=1 << 60, usage=128)
-    encoder = gpu.device.create_command_encoder()
-    buffer = gpu.zeros(16, "b")
-    encoder.copy_buffer_to_buffer(buffer, 0, buffer, 8, 4096)
-    with pytest.raises(GPUValidationError):
-        encoder.finish()
     with pytest.raises(DoesNotFit):
         gpu.zeros(1 << 60, "large")
-    assert not gpu.read(buffer, np.uint32, 4).any()  # the device works on
+    assert not gpu.read(gpu.zeros(16, "b"), np.uint32, 4).any()  # the device works on
+
+
+@pytest.mark.parametrize("setting", [{"LLAMAGPU_UNCHECKED": "0"}, {"LLAMAGPU_SAFE": "1"}], ids=str)
+def test_recorded_calls_are_validated_on_request(gpu: Gpu, library: Path, monkeypatch: Any, setting: Any) -> None:
+    for name, value in setting.items():
+        monkeypatch.setenv(name, value)
+    with closing(Gpu(next(a for a in dawn.dawn_adapters(library) if a.info["device"] == gpu.name))) as checked:
+        encoder = checked.device.create_command_encoder()
+        buffer = checked.zeros(16, "b")
+        encoder.copy_buffer_to_buffer(buffer, 0, buffer, 8, 4096)
+        with pytest.raises(GPUValidationError):
+            encoder.finish()
 
 
 def test_a_lost_device(gpu: Gpu, library: Path) -> None:

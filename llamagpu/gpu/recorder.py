@@ -4,7 +4,6 @@ The fast path calls C functions on handles, 1 us a dispatch against 6 through wg
 after every call. LLAMAGPU_SAFE=1 records through the objects, so that a validation error raises where it happens.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import c_void_p
@@ -20,7 +19,7 @@ from llamagpu.gpu.buffers import AnyBuffer, BufferRange
 from llamagpu.gpu.caps import Grid
 from llamagpu.gpu.device import Dispatch, Gpu, first_line
 from llamagpu.gpu.guard import Job
-from llamagpu.gpu.webgpu import GPUError, Launch, bare
+from llamagpu.gpu.webgpu import GPUError, Launch, bare, records_safely
 
 REMEDY_RETRY = "try again; if it happens again, update the GPU's driver"
 # Dispatches of the first piece and of each further one, where a step is submitted in pieces. On an H200 (2026-11-16) a
@@ -101,7 +100,7 @@ class Recorder:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
-        self.safe = os.environ.get("LLAMAGPU_SAFE") == "1"
+        self.safe = records_safely()
 
     def submit(self, steps: Sequence[Step], *results: AnyBuffer, ahead: bool = False) -> Pending:
         """Record the steps in one pass and submit it; `results` are copied out for reading back, one after another.

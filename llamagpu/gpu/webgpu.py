@@ -66,7 +66,12 @@ class Adapter(Protocol):
         """Which of caps.MATRICES it has."""
 
     def open(self, features: Sequence[str], limits: Mapping[str, int], unchecked: bool, lost: Event) -> Native:
-        """`unchecked` drops bounds checks from shaders; `lost` is set when the device is."""
+        """`unchecked` drops bounds checks from shaders, and checks of calls; `lost` is set when the device is."""
+
+
+def records_safely() -> bool:
+    """Whether every recorded call is validated and raises where it is made (LLAMAGPU_SAFE=1)."""
+    return os.environ.get("LLAMAGPU_SAFE") == "1"
 
 
 def quiet_mesa() -> None:
