@@ -48,6 +48,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     var squares = 0.0;
     for (var r = first + 2u * index; r < end; r += 2u * WORKGROUP) { let v = x[base + r / 2u]; squares += dot(v, v); }
     scale = inverseSqrt(sum_workgroup(squares, index) / f32(end - first) + EPS);
+    workgroupBarrier();  // a fused stage may take another unit: this one's sum has been read
   }
   if (TEMPERATURE > 0.0 && first < Q_WIDTH) { scale *= 1.0 + TEMPERATURE * log(1.0 + f32(row_in.position / TEMPERATURE_RUN)); }
   for (var r = first + 2u * index; r < end; r += 2u * WORKGROUP) {

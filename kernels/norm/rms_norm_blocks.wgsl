@@ -46,4 +46,5 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let first = layer() * (block_word(TOKENS, 0u, BLOCKS) + LINE_PADDING) + block_word(workgroup.x, i / 4u, BLOCKS);
     store_block(first, BLOCKS, v[r][0] * scale * weight[r][0], v[r][1] * scale * weight[r][1], index, i < WIDTH / 8u);
   }
+  workgroupBarrier();  // a fused stage may take another row: this one's sum has been read
 }

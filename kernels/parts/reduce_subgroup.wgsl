@@ -1,7 +1,7 @@
 // Role reduce: subgroup operations, then one pass through workgroup memory. Every invocation must call these functions.
 // sum_lanes(v, index): the sum of v over the LANES neighbouring invocations that share a result, for all of them.
-// sum_workgroup(v, index): the same over the whole workgroup. sum_begin and sum_end are its two halves; the caller puts
-// a barrier between them.
+// sum_workgroup(v, index): the same over the whole workgroup; the caller has a barrier between two calls. sum_begin and sum_end
+// are such a sum in two halves; the caller puts a barrier between them.
 // sum_part(v, i, count): parts of sums by token, in place of sum_begin: i numbers the values of all tokens, and a subgroup
 // has values of one token. sum_parts(token, values) is the sum of the token's `values` values, after a barrier.
 // sum_each(v, index): every lane has SUMS values; lane i gets the sums of all lanes' values HELD * i and so on,
@@ -19,6 +19,7 @@ const TOKEN_PARTS: u32 = select(0u, TOKENS * K / 8u / SUBGROUP, TOKENS > 1u);
 const PENDING: u32 = max(WORKGROUP / SUBGROUP, TOKEN_PARTS);
 var<workgroup> subgroup_sums: array<vec2<f32>, WORKGROUP / SUBGROUP * SUMS>;
 var<workgroup> pending_sums: array<f32, PENDING>;
+var<workgroup> workgroup_sums: array<f32, (WORKGROUP + SUBGROUP - 1u) / SUBGROUP>;
 fn sum_subgroups(v: vec2<f32>, index: u32, lanes: u32) -> vec2<f32> {
   if (lanes < SUBGROUP) {
     var part = v;
@@ -36,7 +37,15 @@ fn sum_subgroups(v: vec2<f32>, index: u32, lanes: u32) -> vec2<f32> {
   return sum;
 }
 fn sum_lanes(v: vec2<f32>, index: u32) -> vec2<f32> { return sum_subgroups(v, index, LANES); }
-fn sum_workgroup(v: f32, index: u32) -> f32 { return sum_subgroups(vec2<f32>(v, 0.0), index, WORKGROUP).x; }
+fn sum_workgroup(v: f32, index: u32) -> f32 {
+  if (WORKGROUP <= SUBGROUP) { return sum_subgroups(vec2<f32>(v, 0.0), index, WORKGROUP).x; }
+  let part = subgroupAdd(v);
+  if (index % SUBGROUP == 0u) { workgroup_sums[index / SUBGROUP] = part; }
+  workgroupBarrier();
+  var sum = 0.0;
+  for (var i = 0u; i < WORKGROUP / SUBGROUP; i++) { sum += workgroup_sums[i]; }
+  return sum;
+}
 fn sum_begin(v: f32, index: u32) {
   let sum = subgroupAdd(v);
   if (index % SUBGROUP == 0u) { pending_sums[index / SUBGROUP] = sum; }

@@ -1,7 +1,7 @@
 // Role reduce: trees in workgroup memory. Every invocation must call these functions.
 // sum_lanes(v, index): the sum of v over the LANES neighbouring invocations that share a result, for all of them.
-// sum_workgroup(v, index): the same over the whole workgroup. sum_begin and sum_end are its two halves; the caller puts
-// a barrier between them.
+// sum_workgroup(v, index): the same over the whole workgroup; the caller has a barrier between two calls. sum_begin and sum_end
+// are such a sum in two halves; the caller puts a barrier between them.
 // sum_each(v, index): every lane has SUMS values; lane i gets the sums of all lanes' values HELD * i and so on,
 // in the first HELD places of v.
 const LANES: u32 = 64u;      // a power of two, divides WORKGROUP
