@@ -1265,6 +1265,14 @@ NORM: Table[RowWise] = (
 
 BLOCKS_NORM_PARTS = (Role.BLOCKS, Role.REDUCE, Role.RESIDUAL)
 NORM_BLOCKS: Table[RowWise] = (
+    Route(
+        "rms_norm_blocks",
+        lambda s, c: s.width % 32 == 0 and s.width > 2048 and c.invocations >= 512,
+        "width % 32 = 0, over 2048",
+        row_grid,
+        BLOCKS_NORM_PARTS,
+        {"WORKGROUP": 512},
+    ),
     Route("rms_norm_blocks", lambda s, c: s.width % 32 == 0, "width % 32 = 0", row_grid, BLOCKS_NORM_PARTS),
 )
 
