@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,25 +124,35 @@ def test_timestamps(gpu: Gpu) -> None:
     assert len(times) == 3 and (np.diff(times) >= 0).all() and times[-1] > times[0]
 
 
-def test_errors(gpu: Gpu) -> None:
-    with pytest.raises(GPUValidationError, match="nonsense"):
-        gpu.pipeline("fn nonsense", "k")
-    with pytest.raises(GPUError):
-        gpu.device.create_buffer(size=1 << 60, usage=128)
-    with pytest.raises(DoesNotFit):
-        gpu.zeros(1 << 60, "large")
-    assert not gpu.read(gpu.zeros(16, "b"), np.uint32, 4).any()  # the device works on
+def another(gpu: Gpu, library: Path) -> Gpu:
+    """Of the same adapter. Each adapter opens once."""
+    return Gpu(next(a for a in dawn.dawn_adapters(library) if a.info["device"] == gpu.name))
 
 
-@pytest.mark.parametrize("setting", [{"LLAMAGPU_UNCHECKED": "0"}, {"LLAMAGPU_SAFE": "1"}], ids=str)
-def test_recorded_calls_are_validated_on_request(gpu: Gpu, library: Path, monkeypatch: Any, setting: Any) -> None:
-    for name, value in setting.items():
-        monkeypatch.setenv(name, value)
-    with closing(Gpu(next(a for a in dawn.dawn_adapters(library) if a.info["device"] == gpu.name))) as checked:
-        encoder = checked.device.create_command_encoder()
-        buffer = checked.zeros(16, "b")
-        encoder.copy_buffer_to_buffer(buffer, 0, buffer, 8, 4096)
-        with pytest.raises(GPUValidationError):
+def test_errors(gpu: Gpu, library: Path) -> None:
+    """On a device of its own: after one has had no memory, Dawn validates its calls."""
+    with closing(another(gpu, library)) as own:
+        with pytest.raises(GPUValidationError, match="nonsense"):
+            own.pipeline("fn nonsense", "k")
+        with pytest.raises(GPUError):
+            own.device.create_buffer(size=1 << 60, usage=128)
+        with pytest.raises(DoesNotFit):
+            own.zeros(1 << 60, "large")
+        assert not own.read(own.zeros(16, "b"), np.uint32, 4).any()  # the device works on
+
+
+@pytest.mark.parametrize("setting, validates", [("", False), ("LLAMAGPU_UNCHECKED=0", True), ("LLAMAGPU_SAFE=1", True)])
+def test_recorded_calls_are_validated_on_request(
+    gpu: Gpu, library: Path, monkeypatch: pytest.MonkeyPatch, setting: str, validates: bool
+) -> None:
+    for name in ("LLAMAGPU_UNCHECKED", "LLAMAGPU_SAFE"):
+        monkeypatch.delenv(name, raising=False)
+    if setting:
+        monkeypatch.setenv(*setting.split("="))
+    with closing(another(gpu, library)) as own:
+        encoder, buffer = own.device.create_command_encoder(), own.zeros(16, "b")
+        encoder.copy_buffer_to_buffer(buffer, 0, buffer, 8, 4)  # within one buffer: not allowed, and harmless
+        with pytest.raises(GPUValidationError) if validates else nullcontext():
             encoder.finish()
 
 
@@ -154,7 +164,7 @@ def test_a_lost_device(gpu: Gpu, library: Path) -> None:
         lambda lost: lost.wait_idle(),
         lambda lost: Recorder(lost).submit([]),
     ):
-        lost = Gpu(next(a for a in dawn.dawn_adapters(library) if a.info["device"] == gpu.name))  # each opens once
+        lost = another(gpu, library)
         lost.device.destroy()
         with pytest.raises(DeviceLost), map_device_lost():
             use(lost)

@@ -740,6 +740,8 @@ def test_skinny_output_head(skinny_head):
     model = skinny_head[0].model
     inputs = {m: model.inputs(m, model.weights.output) for m in (1, 8, 9, 16)}
     assert inputs == {1: Inputs.INT8, 8: Inputs.INT8, 9: Inputs.F16, 16: Inputs.F16}
+    layer = replace(model.weights.output)  # gate and up together may have as many rows
+    assert model.inputs(12, layer) is Inputs.INT8
     norm, *head = model.head(model.step_key(12, 0, True, 12))
     assert [d.kernel for d in head] == ["linear_skinny", "argmax"]
     assert "const X_UNIT" in norm.source, "it writes f16 blocks"

@@ -106,6 +106,7 @@ class Engine:
     def free(self) -> None:
         """Free model and cache; the caller owns the weights."""
         self.freed = True
+        self.recorder.drain()  # what is recorded uses the buffers
         self.model.free()
         self.gpu.free(*self.cache.resources())
 

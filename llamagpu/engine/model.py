@@ -697,7 +697,10 @@ class BufferModel(Model):
             return Inputs.F32
         if matrix is None or matrix.experts > 1:
             return Inputs.INT8
-        return routes.block_inputs((shard.shape(m) for shard in matrix.shards), self.gpu.caps)
+        shapes = [shard.shape(m) for shard in matrix.shards]
+        if matrix is not self.weights.output:  # see has_strips
+            shapes = [replace(shape, sub_scales=False) for shape in shapes]
+        return routes.block_inputs(shapes, self.gpu.caps)
 
     def normed(self, m: int) -> Buffer:
         return self.h_blocks if self.inputs(m).blocks else self.h

@@ -682,9 +682,11 @@ def skinny_is_faster(c: Caps) -> bool:
 
 
 def has_strips(s: Linear) -> bool:
-    """Whether linear_skinny takes such weights: Q4_0, and Q6_K of a vocabulary, as the output head of a Q4_0 model is.
+    """Whether linear_skinny takes such weights: Q4_0, and Q6_K as large as a vocabulary, as the output head of a Q4_0
+    model is.
 
-    Layers in Q6_K would be split over k, and gate_up would have to write what ffn_down then reads: not measured.
+    Layers in Q6_K would be split over k, and gate_up would have to write what ffn_down then reads: not measured. So
+    BufferModel.inputs asks with sub-scales only for the output head.
     """
     if s.storage is Storage.Q6:
         return s.sub_scales and s.group == 16 and s.n >= VOCABULARY
@@ -1253,7 +1255,7 @@ def fused_shared_bytes(attention: Attention, grid: GridSize, caps: Caps, rows: i
     """Workgroup memory besides a linear's inputs: partial results of attention's subgroups, and sums by subgroup."""
     consts = fused_head_consts(attention, grid, caps, rows)
     partials = attention.heads_per_kv // consts["HEAD_SHARES"] * max(1, consts["SUBGROUPS_PER_HEAD"] // 2)
-    return partials * (4 * attention.head_dim + 8) + 12 * grid.invocations // caps.subgroup
+    return partials * (4 * attention.head_dim + 8) + 16 * grid.invocations // caps.subgroup
 
 
 # Row-wise operations

@@ -584,7 +584,7 @@ class Pipeline(Resource):
 
 
 class Encoder(Resource):
-    """Its errors come with `finish`."""
+    """Its errors come with `finish`, where recorded calls are validated."""
 
     def copy_buffer_to_buffer(self, source: Buffer, start: int, target: Buffer, at: int, size: int) -> None:
         self.functions.CommandEncoderCopyBufferToBuffer(

@@ -296,7 +296,8 @@ class Gpu:
         return self.device.create_buffer(size=size, usage=usage, label="staging")
 
     def free(self, *resources: Bindable) -> None:
-        """Free buffers and textures; of a range, the buffer that it is cut from."""
+        """Free buffers and textures; of a range, the buffer that it is cut from. Nothing that is recorded and not yet
+        submitted may use them: Dawn does not check it."""
         for resource in resources:
             owner = resource.buffer if isinstance(resource, BufferRange) else resource
             self.allocated_bytes -= nbytes(owner)
@@ -465,7 +466,8 @@ class Gpu:
 
 
 def may_be_unchecked(backend: str) -> bool:
-    """Whether shaders go without bounds checks. Not on Metal, where an index out of bounds can stop the machine."""
+    """Whether shaders go without bounds checks, and recorded calls without Dawn's. Not on Metal, where an index out of
+    bounds can stop the machine."""
     return backend != "Metal" and os.environ.get("LLAMAGPU_UNCHECKED", "1") != "0"
 
 

@@ -1,7 +1,8 @@
 """Records plans and submits them: one compute pass for each submission.
 
 The fast path calls C functions on handles, 1 us a dispatch against 6 through wgpu-py's objects, which check for errors
-after every call. LLAMAGPU_SAFE=1 records through the objects, so that a validation error raises where it happens.
+after every call. LLAMAGPU_SAFE=1 records through the objects, so that with wgpu a validation error raises where it
+happens.
 """
 
 from collections.abc import Callable, Sequence

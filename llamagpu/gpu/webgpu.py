@@ -70,7 +70,7 @@ class Adapter(Protocol):
 
 
 def records_safely() -> bool:
-    """Whether every recorded call is validated and raises where it is made (LLAMAGPU_SAFE=1)."""
+    """Whether every recorded call is validated (LLAMAGPU_SAFE=1). With wgpu it raises where it is made."""
     return os.environ.get("LLAMAGPU_SAFE") == "1"
 
 

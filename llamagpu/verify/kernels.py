@@ -300,11 +300,13 @@ def swiglu_blocks(
 
 def norm_cases(gpu: Gpu) -> Iterator[Case]:
     for route in (*routes.NORM, *routes.NORM_BLOCKS):
-        for width, m in ((576, 5), (2048, 1), (577, 3)):
+        for width, m in ((576, 5), (2048, 1), (577, 3), (4096, 3)):
             if fits(route, RowWise(width), gpu.caps):
                 bound = REQUANTISED if route in routes.NORM_BLOCKS else F32
-                yield Case(route.kernel, f"width {width}, m {m}", partial(norm, gpu, route, width, m), bound)
-    to_f16 = partial(norm, gpu, routes.NORM_BLOCKS[0], 576, 5, Inputs.F16)
+                yield Case(
+                    route.kernel, f"width {width}, m {m}{tuning(route)}", partial(norm, gpu, route, width, m), bound
+                )
+    to_f16 = partial(norm, gpu, routes.NORM_BLOCKS[-1], 576, 5, Inputs.F16)
     yield Case("rms_norm_blocks", "width 576, m 5, f16", to_f16, ROUNDED_F16)
     yield Case("rms_norm_blocks", "width 576, m 5, 3 splits of x", partial(split_norm, gpu, 576, 5, 3), REQUANTISED)
     yield Case("rms_norm_plain", "width 576, m 5, with mul", partial(two_step_norm, gpu, 576, 5))
