@@ -286,7 +286,7 @@ def test_which_experts_can_be_fused(fused_gpu, tmp_path):
     assert least_memory(experts) == least_memory(dense) + 4 * (QWEN.dim + 2 * 6 + 2 * 3)  # and the choice of 3 of 6
 
 
-def test_biases_of_some_experts_are_not_fused(fused_gpu, tmp_path):
+def test_biases_of_some_experts_are_not_fused(fused_gpu, unprobed, tmp_path):
     weights = load_one(fused_gpu, write(tmp_path / "m.gguf", QWEN)).engine.weights
     assert weights_fit(weights, fused_gpu.caps)
     first, *rest = weights.layers
@@ -294,7 +294,7 @@ def test_biases_of_some_experts_are_not_fused(fused_gpu, tmp_path):
     assert not weights_fit(replace(weights, layers=(biased, *rest)), fused_gpu.caps)
 
 
-def test_experts_that_are_faster_unfused(fused_gpu, tmp_path):
+def test_experts_that_are_faster_unfused(fused_gpu, unprobed, tmp_path):
     """Of 8 bits, with biases, by wgpu; LLAMAGPU_FUSED=1, which these tests have, fuses them."""
     as_usual = replace(fused_gpu.caps, fuses_all=False)
     for name, fused in (("gpt-oss, MXFP4", False), ("gpt-oss, Q4_0", True), ("qwen3moe, 3 of 6, ffn 96", True)):
