@@ -53,7 +53,7 @@ ADAPTERS: dict[str, Caps] = {
 ROWS = (1, *GEMV_WIDTHS, *GEMM_WIDTHS, 512)
 SYNTHETIC = (
     *("tiny", "tiny:q4_k_m", "tiny:f16", "llama-3.2-1b:q4_k_m", "llama-3.1-8b", "qwen2.5-0.5b:q8_0"),
-    *("qwen3-0.6b", "gemma-3-1b", "qwen3-30b-a3b", "gpt-oss-20b:mxfp4"),
+    *("qwen3-0.6b", "gemma-3-1b", "qwen3-30b-a3b", "gpt-oss-20b:mxfp4", "lfm2-350m"),
 )
 TINT = ROOT / "scripts/portability/tint.mjs"
 DAWN = Path(sys.prefix) / "portability/node_modules/webgpu"  # `scripts/test --portability` installs it

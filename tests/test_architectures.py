@@ -24,9 +24,9 @@ from llamagpu.engine.model import BufferModel
 from llamagpu.engine.ops import attention_shape
 from llamagpu.engine.options import Backend, KvType, Precision
 from llamagpu.engine.step_inputs import Segment
-from llamagpu.errors import Unsupported
+from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files.architectures import ARCHITECTURES, Architecture, QkNorm
-from llamagpu.files.config import FREQ_FACTORS, ModelConfig, check_tensors, used_shapes
+from llamagpu.files.config import CONV, FREQ_FACTORS, ModelConfig, check_tensors, used_shapes
 from llamagpu.files.gguf_file import GgufFile, RawTensor
 from llamagpu.files.repack import to_f32
 from llamagpu.files.storage import rope_rows
@@ -91,7 +91,8 @@ class Tiny:
         for name, shape in shapes.items():
             values = np.array(self.factors[name]) if name in self.factors else random_values(shape, rng)
             values *= SINK if "attn_sinks" in name else 1
-            quantised = len(shape) > 1 and "ffn_gate_inp" not in name and not name.endswith(".bias")
+            exempt = name.endswith((".bias", "ffn_gate_inp.weight", f"{CONV}.weight"))
+            quantised = len(shape) > 1 and not exempt
             if matrix_type == "MXFP4" and len(shape) == 3:
                 tensors[name] = ("MXFP4", shape, mxfp4_blocks(values.size // 32, rng).tobytes())
             elif matrix_type != "F32" and quantised and not (matrix_type.endswith("up F32") and "ffn_up" in name):
@@ -165,6 +166,8 @@ YARN = {
     "rope.scaling.yarn_beta_slow": 1.0,
     "rope.scaling.yarn_log_multiplier": 1.0,
 }
+# Layers 0, 2 and 3 are convolutions: two and one beside each other, before and after attention
+LFM2 = {"shortconv.l_cache": 3, "attention.head_count_kv": np.array([0, 1, 0, 0, 1], np.int32)}
 GPT_OSS = EXPERTS | YARN | {"expert_feed_forward_length": 96, "attention.sliding_window": 7}
 GPT_OSS["rope.scaling.yarn_log_multiplier"] = None
 SHORT, LONG = [1.0 + i / 24 for i in range(24)], [1.0 + i / 2 for i in range(24)]
@@ -303,6 +306,27 @@ MODELS: dict[str, Tiny] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "lfm2": Tiny(
+        "lfm2",
+        LFM2,
+        layers=5,
+        ffn=256,
+        hf={
+            "model_type": "lfm2",
+            "block_auto_adjust_ff_dim": True,
+            "block_ff_dim": 255,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 128,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+        },
+    ),
+    "lfm2, ragged": Tiny(
+        "lfm2",
+        {"shortconv.l_cache": 4, "attention.head_count_kv": np.array([4, 0, 0], np.int32)},
+        **RAGGED | {"heads": 4, "kv_heads": 4, "layers": 3},
+    ),
     "gpt-oss": Tiny(
         "gpt-oss",
         GPT_OSS,
@@ -380,9 +404,11 @@ def test_textures(gpu: Any, expected: Any, name: str) -> None:
     check(run, want, LARGEST_NMSE[Precision.HIGH])
 
 
-def test_q8_0_cache(gpu: Any, expected: Any) -> None:
-    """`rotate` leaves keys and values as f32, and they are rounded to int8 on their way into the cache."""
-    path, want = expected("qwen3")
+@pytest.mark.parametrize("name", ["qwen3", "lfm2"])
+def test_q8_0_cache(gpu: Any, expected: Any, name: str) -> None:
+    """`rotate` leaves keys and values as f32, and they are rounded to int8 on their way into the cache. The inputs of
+    convolutions are f16."""
+    path, want = expected(name)
     check(load_one(gpu, path, kv_type=KvType.Q8_0), want, LARGEST_NMSE[Precision.FAST])
 
 
@@ -408,7 +434,7 @@ def test_long_prompt(gpu: Any, tmp_path: Path, name: str) -> None:
 WHOLE = [name for name in MODELS if "ragged" not in name]  # widths in whole blocks
 
 
-@pytest.mark.parametrize("name", mostly_slow(WHOLE, ("qwen3", "gemma3")))
+@pytest.mark.parametrize("name", mostly_slow(WHOLE, ("qwen3", "gemma3", "lfm2")))
 def test_logits_in_int8(gpu: Any, expected: Any, name: str) -> None:
     path, want = expected(name, "Q8_0")
     run = load_one(gpu, path, precision=Precision.FAST, chunk=12)
@@ -463,6 +489,13 @@ def test_experts_in_shards(gpu: Any, expected: Any, tmp_path: Path, monkeypatch:
     check(run, want, LARGEST_NMSE[Precision.FAST])
 
 
+def test_packed_convolutions(gpu: Any, expected: Any, tmp_path: Path) -> None:
+    path, want = expected("lfm2", "Q8_0")
+    source, packed = open_source(str(path)), tmp_path / "m.safetensors"
+    convert(source, packed, plan(source, "packed"))
+    check(load_one(gpu, packed, precision=Precision.FAST, chunk=12), want, LARGEST_NMSE[Precision.FAST])
+
+
 def check(run: OneSequence, want: np.ndarray, largest_nmse: float) -> None:
     ids = token_ids(END)
     got = [log_probs(run.logits_after(ids[:PROMPT]))]
@@ -489,16 +522,35 @@ HF_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_down": "mlp.down_proj",
 }
-HF_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+HF_OUTSIDE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "token_embd_norm": "model.embedding_norm",
+    "output": "lm_head",
+}
+HF_LFM2 = {
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_down": "feed_forward.w2",
+    "ffn_up": "feed_forward.w3",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
 
 
 def hf_name(name: str, record: Architecture) -> str:
     if not name.startswith("blk."):
         return HF_OUTSIDE[name]
-    _, layer, part = name.split(".")
+    _, layer, part = name.split(".", 2)
     second = "pre_feedforward_layernorm" if record.norms_after else "post_attention_layernorm"
     own = {"ffn_norm": second, "ffn_up": "mlp.gate_up_proj" if record.fused_tensors else "mlp.up_proj"}
     own |= {"ffn_gate_inp": "mlp.router"} if record.sinks else {}
+    own |= HF_LFM2 if record.short_convs else {}
     return f"model.layers.{layer}.{(HF_NAMES | own)[part]}"
 
 
@@ -515,11 +567,14 @@ def hf_weights(file: GgufFile, config: ModelConfig) -> dict[str, np.ndarray]:
             values -= record.norm_shift
         if config.biases and part.endswith("_exps"):
             continue  # see mxfp4_arrays
-        if values.ndim == 3:
+        if name.endswith(f"{CONV}.weight"):
+            values = values[:, None]  # [dim, 1, taps]
+        elif values.ndim == 3:
             layer = base.split(".")[1]
             for i, expert in enumerate(values):
                 found[f"model.layers.{layer}.mlp.experts.{i}.{part.split('_')[1]}_proj.weight"] = expert
-        elif name not in FREQ_FACTORS:
+            continue
+        if name not in FREQ_FACTORS:
             found[f"{hf_name(base, record)}.{suffix}".replace("sinks.weight", "sinks")] = values
     if config.biases:
         return found | mxfp4_arrays(file, config)
@@ -622,14 +677,42 @@ def test_which_layers_of_gemma_3_have_a_window(changes: dict[str, Any], windows:
     assert [keys.get("{arch}.attention.sliding_window", 0) * flag for flag in pattern] == windows
 
 
-@pytest.mark.parametrize(("name", "tensor"), [("phi3", "attn_qkv.bias"), ("qwen3", "attn_v.scale")])
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("phi3", "attn_qkv.bias"), ("qwen3", "attn_v.scale"), ("lfm2", "shortconv.conv.bias")]
+)
 def test_biases_and_scales_that_nobody_would_use_are_refused(tmp_path: Path, name: str, tensor: str) -> None:
     file = GgufFile(MODELS[name].write(tmp_path / "m.gguf", "F32"))
     config = ModelConfig.from_gguf(file.metadata, file.tensors)
-    norm = file.tensors["output_norm.weight"]
+    norm = file.tensors[f"{config.output_norm}.weight"]
     check_tensors(config, file.tensors | {f"blk.{config.layers}.{tensor}": norm})  # of no layer
     with pytest.raises(Unsupported, match=f"a {name} model with blk.1.{tensor} is not supported"):
         check_tensors(config, file.tensors | {f"blk.1.{tensor}": norm})
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        (
+            {"attention.head_count_kv": np.array([0, 0, 0, 0, 0])},
+            "head_count_kv, an array of 5, is not 0 or one number for 5 layers",
+        ),
+        ({"attention.head_count_kv": np.array([0, 1, 2, 0, 1])}, "head_count_kv, an array of 5, is not"),
+        ({"attention.head_count_kv": np.array([0, -1, 0, 0, -1])}, "head_count_kv, an array of 5, is not"),
+        ({"attention.head_count_kv": np.array([0, 1])}, "head_count_kv, an array of 2, is not"),
+        ({"attention.head_count_kv": np.array([0, 3, 0, 0, 3])}, "2 attention heads cannot share 3"),
+        ({"attention.key_length": 96, "attention.value_length": 96}, "128, do not divide into pairs of heads of 96"),
+        ({"shortconv.l_cache": 0}, "l_cache is 0, not a whole number in 1..64"),
+        ({"shortconv.l_cache": None}, "l_cache is missing"),
+        ({"shortconv.l_cache": 4}, r"shortconv.conv.weight has shape \[128, 3\], not \[128, 4\]"),
+    ],
+    ids=str,
+)
+def test_convolutions_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], cause: str) -> None:
+    file = GgufFile(MODELS["lfm2"].write(tmp_path / "m.gguf", "F32"))
+    metadata = {key: value for key, value in file.metadata.items() if key.removeprefix("lfm2.") not in changes}
+    metadata |= {f"lfm2.{key}": value for key, value in changes.items() if value is not None}
+    with pytest.raises(BadFile, match=cause):
+        check_tensors(ModelConfig.from_gguf(metadata, file.tensors), file.tensors)
 
 
 def test_gemma_2_has_a_window_where_the_file_has_none(tmp_path: Path) -> None:
@@ -640,6 +723,7 @@ def test_gemma_2_has_a_window_where_the_file_has_none(tmp_path: Path) -> None:
 
 
 FUSED = ("qwen3", "smollm3", "mistral3", "olmo2", "olmo3", "gemma2", "gemma3")
+MIXED = 4  # kernels of lfm2: one for each run of layers that attend, or that do not
 FUSED_EXPERTS = ("mixtral", "qwen3moe", "granitemoe", "olmoe", "gpt-oss")
 
 
@@ -648,12 +732,14 @@ def fused_kernels(run: OneSequence) -> int:
 
 
 @WGPU
-@pytest.mark.parametrize("name", mostly_slow(FUSED + FUSED_EXPERTS, ("qwen3", "qwen3moe", "gpt-oss")))
+@pytest.mark.parametrize(
+    "name", mostly_slow((*FUSED, *FUSED_EXPERTS, "lfm2"), ("qwen3", "qwen3moe", "gpt-oss", "lfm2"))
+)
 def test_fused_decode(fused_gpu: Any, expected: Any, name: str) -> None:
     """Architectures with stages of their own, or layers of several kinds, in the kernel of all layers."""
     path, want = expected(name)
     run = load_steps(fused_gpu, path)
-    assert run.model.fused and fused_kernels(run) == 1
+    assert run.model.fused and fused_kernels(run) == (MIXED if name == "lfm2" else 1)
     check(run, want, LARGEST_NMSE[Precision.HIGH])
 
 
@@ -726,15 +812,16 @@ def test_fused_decode_in_several_kernels(fused_gpu: Any, expected: Any, monkeypa
 
 
 @WGPU
+@pytest.mark.parametrize(("name", "stored"), [("gemma3", "stream"), ("lfm2", "residual")])
 def test_with_tint_what_is_late_comes_from_its_copy(
-    fused_gpu: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+    fused_gpu: Any, expected: Any, monkeypatch: pytest.MonkeyPatch, name: str, stored: str
 ) -> None:
-    """In the stages of a model with QK norm and norms after attention and feed forward."""
-    path, want = expected("gemma3", "Q8_0")
+    """In the stages of a model with QK norm and norms after attention and feed forward, and of convolutions."""
+    path, want = expected(name, "Q8_0")
     dropped = drop_stores(monkeypatch)
     monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, tint=True, storage_buffers=16))
     run = load_steps(fused_gpu, path, precision=Precision.FAST, kv_type=KvType.F16)
-    assert run.model.fused and {"y", "stats", "kv_rows", "stream"} <= set(dropped)
+    assert run.model.fused and {"y", "stats", "kv_rows", stored} <= set(dropped)
     check(run, want, LARGEST_NMSE[Precision.FAST])
 
 
@@ -743,9 +830,11 @@ def test_with_tint_what_is_late_comes_from_its_copy(
 def test_nothing_is_read_before_the_wait_is_over(
     fused_gpu: Any, unprobed: None, expected: Any, kv_type: KvType
 ) -> None:
-    """`rotate` is a stage with an f32 cache only; attention writes what it reads of an f16 cache."""
+    """`rotate` is a stage with an f32 cache only; attention writes what it reads of an f16 one, as convolutions do."""
     stages = fused_of(load_steps(fused_gpu, expected("gemma3")[0], kv_type=kv_type)).stages(list(range(7)))
     more = 3 if kv_type is KvType.F32 else 1  # raw | keys, values; or the row's own of raw
+    run = load_steps(fused_gpu, expected("lfm2")[0], kv_type=kv_type)
+    assert late_reads(fused_of(run).stages([2, 3])) == 7  # x | raw | q, x | mid | act, mid
     assert late_reads(stages) == 10 + more  # branch, mid | q or raw | partial, stats | branch, x | act | branch, mid
 
 

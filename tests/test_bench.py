@@ -358,7 +358,7 @@ def test_rates() -> None:
     config = SimpleNamespace(kinds=(LayerKind(),), layers=1, q_width=8)
     loaded, engine = (
         SimpleNamespace(config=config, weights=weights),
-        SimpleNamespace(cache=SimpleNamespace(position_bytes=10)),
+        SimpleNamespace(cache=SimpleNamespace(attention_bytes=10)),
     )
     case = BenchCase(4, 4, None, 0, 6, 0)  # 4 rows, then 2
     found = bench_module.rates(loaded, engine, case, 100.0, 42e9)  # type: ignore[arg-type]

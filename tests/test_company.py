@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gguf_builder import tiny_llama
 from numpy.typing import NDArray
+from test_architectures import MODELS
 
 from llamagpu import Sampling
 from llamagpu.engine.engine import Engine
@@ -235,6 +236,16 @@ def test_random_arrivals_and_departures(path, gpu, parallel, positions):
     scheduler = Scheduler(load(path, gpu, parallel=parallel, positions=positions).engine)
     done = churn(scheduler, alone, random.Random(parallel), 50)
     assert done["finished"] > 20 and done["cancelled"] and done["shared a prefix"] and alone.close_calls <= 2
+
+
+def test_random_arrivals_with_short_convolutions(tmp_path, gpu):
+    """The inputs of convolutions are in pages too: shared, copied, paused, cut and written over as keys and values."""
+    path = MODELS["lfm2"].write(tmp_path / "m.gguf")
+    alone = Alone(Scheduler(load(path, gpu, parallel=1).engine))
+    scheduler = Scheduler(load(path, gpu, parallel=5, positions=384).engine)
+    done = churn(scheduler, alone, random.Random(5), 20)
+    assert done["finished"] > 8 and done["cancelled"] and done["paused"] and done["shared a prefix"]
+    assert alone.close_calls <= 2
 
 
 @pytest.mark.slow

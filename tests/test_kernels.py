@@ -2,6 +2,7 @@
 
 import test_kernels_attention as attention
 import test_kernels_bench as bench
+import test_kernels_conv as conv
 import test_kernels_embed as embed
 import test_kernels_experts as experts
 import test_kernels_linear as linear
@@ -13,7 +14,7 @@ from kernel_cases import COVERED
 from llamagpu.engine import routes
 from llamagpu.gpu import shaders
 
-MODULES = (attention, bench, embed, experts, linear, norm, sample, texture)  # importing them fills COVERED
+MODULES = (attention, bench, conv, embed, experts, linear, norm, sample, texture)  # importing them fills COVERED
 
 
 def test_every_kernel_has_a_test():

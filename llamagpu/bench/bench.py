@@ -294,7 +294,8 @@ def between_tokens(spans: Items[Span]) -> list[float]:
 def rates(loaded: LoadedModel, engine: Engine, case: BenchCase, avg_ns: float, copy: float) -> Row:
     """The bytes that the case reads, the operations that it computes, and their rates."""
     c, weights = loaded.config, loaded.weights
-    windows, layer_bytes = Counter(kind.window for kind in c.kinds), engine.cache.position_bytes // c.layers
+    windows = Counter(kind.window for kind in c.kinds if not kind.is_conv)  # convolutions read next to nothing
+    layer_bytes = engine.cache.attention_bytes
     reads = kv_bytes = flops = 0
     for rows, position in case.steps():
         end = position + rows

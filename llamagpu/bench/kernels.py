@@ -8,6 +8,7 @@ from llamagpu.bench.kernel_times import LinearTimes, Timed, attend_time, norm_ti
 from llamagpu.engine import baselines, routes
 from llamagpu.engine.routes import Inputs, Linear, Table
 from llamagpu.engine.synthetic import SHAPES, synthetic_config
+from llamagpu.files.config import CONV_IN, CONV_OUT
 from llamagpu.files.storage import Storage
 from llamagpu.gpu.device import Gpu
 from llamagpu.gpu.timing import Stopwatch
@@ -143,6 +144,8 @@ def matrices(shape: str) -> list[tuple[str, Weight]]:
         "gate_up": (2 * c.ffn_dim, c.dim),
         "ffn_down": (c.dim, c.ffn_dim),
     }
+    if c.conv_taps:
+        sizes |= {CONV_IN: (3 * c.dim, c.dim), CONV_OUT: (c.dim, c.dim)}
     return [(f"{shape} {role} {n}x{k}", Weight(Storage.Q4, n, k)) for role, (n, k) in sizes.items()]
 
 

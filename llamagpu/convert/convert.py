@@ -19,6 +19,7 @@ from llamagpu.convert.output import NO_PROGRESS, Job, Loss, Progress, write_gguf
 from llamagpu.convert.source import Source, Tensor, from_gguf, from_llama2c
 from llamagpu.errors import Unsupported, error_context
 from llamagpu.files.atomic import temporary_name
+from llamagpu.files.config import is_vector
 from llamagpu.files.gguf_file import BLOCKS
 from llamagpu.files.packed_file import FORMAT
 from llamagpu.files.repack import FLOATS
@@ -154,7 +155,7 @@ def few_bits(ggml_type: str) -> bool:
 
 def tensor_type(tensor: Tensor, main: str, output: str, keep_raw: bool) -> str:
     """The new type of a tensor: weights become `main`, the output matrix and the embeddings `output`."""
-    if len(tensor.shape) == 1 or tensor.name.endswith((ROUTER, ".bias")):
+    if is_vector(tensor.name, tensor.shape) or tensor.name.endswith((ROUTER, ".bias")):
         return "F32"
     raw = tensor.ggml_type
     if raw == "MXFP4" or (keep_raw and raw not in FLOATS):  # no other type of as few bits holds MXFP4

@@ -19,7 +19,7 @@ from llamagpu.convert.source import Rows, Source, Tensor, alternate_tensor, expe
 from llamagpu.convert.vocab import read_json, vocabulary
 from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files.architectures import REMEDY_ARCHITECTURE, Activation, Architecture, Experts, from_hf_type
-from llamagpu.files.config import FREQ_FACTORS
+from llamagpu.files.config import CONV, FREQ_FACTORS
 from llamagpu.files.gguf_file import REMEDY_REFETCH, shown
 from llamagpu.files.safetensors_file import Stored, read_header
 from llamagpu.files.storage import rope_rows
@@ -29,6 +29,11 @@ from llamagpu.files.storage import rope_rows
 HF_NAME = re.compile(
     r"(?:model\.(?:embed_tokens|norm)|lm_head|"
     r"model\.layers\.(0|[1-9][0-9]*)\.(?:self_attn\.(?:\w+_(?:proj|norm)|sinks)|mlp\.\w+_proj|\w+_layernorm))"
+)
+# Those that models with short convolutions have beside them.
+CONV_NAME = re.compile(
+    r"(?:model\.embedding_norm|model\.layers\.(0|[1-9][0-9]*)\."
+    r"(?:conv\.(?:conv|in_proj|out_proj)|self_attn\.[qk]_layernorm|feed_forward\.w[123]|\w+_norm))"
 )
 ROUTER_NAME = re.compile(
     r"model\.layers\.(0|[1-9][0-9]*)\.(?:mlp\.(?:gate|router)|block_sparse_moe\.(?:gate|router\.layer))"
@@ -171,6 +176,8 @@ def read_metadata(config: dict[str, Any], record: Architecture, name: str) -> di
             raise BadFile(cause, REMEDY_REFETCH)
         return value
 
+    if record.short_convs:
+        config = conv_config(config)
     heads = integer("num_attention_heads")
     head_dim = integer("head_dim", integer("hidden_size") // heads)
     keys: dict[str, Any] = {
@@ -201,12 +208,34 @@ def read_metadata(config: dict[str, Any], record: Architecture, name: str) -> di
     if Keys.LLM.EXPERT_COUNT in keys:
         width = integer("moe_intermediate_size", integer("intermediate_size"))
         keys[Keys.LLM.EXPERT_FEED_FORWARD_LENGTH] = width
+    if record.short_convs:
+        keys |= conv_keys(config, keys[Keys.Attention.HEAD_COUNT_KV], keys[Keys.LLM.BLOCK_COUNT])
     fields = (SCALES if record.scales else {}) | (SOFT_CAPS if record.caps_logits else {})
     keys |= {template: real(config, field) for field, template in fields.items() if config.get(field)}
     for field in SOFT_CAPS if record.attn_soft_cap else ():
         if field in config and not config[field]:
             raise Unsupported(f"config.json: {field} is {shown(config[field])}", f"{record.models} has soft caps.")
     return {metadata_key(template, record): value for template, value in keys.items()}
+
+
+def conv_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Epsilon and the width of the feed forward, which config.json gives unadjusted, under their usual names."""
+    width = real(config, "block_ff_dim", real(config, "intermediate_size", 0))
+    if config["block_auto_adjust_ff_dim"]:
+        multiplier, multiple = (real(config, f"block_{name}", 1) for name in ("ffn_dim_multiplier", "multiple_of"))
+        width = math.ceil(int(multiplier * int(2 * width / 3)) / multiple) * multiple
+    return {**config, "intermediate_size": int(width), "rms_norm_eps": config["norm_eps"]}
+
+
+def conv_keys(config: Mapping[str, Any], kv_heads: int, layers: int) -> dict[str, Any]:
+    """Layers with a short convolution have no KV heads."""
+    kinds, attends = config.get("layer_types"), config.get("full_attn_idxs")
+    if kinds is None and attends is not None:
+        kinds = ["full_attention" if i in attends else "conv" for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {"conv", "full_attention"}:
+        raise BadFile(f"config.json: layer_types is {shown(kinds)}", REMEDY_REFETCH)
+    counts = np.array([0 if kind == "conv" else kv_heads for kind in kinds], np.int32)
+    return {Keys.Attention.HEAD_COUNT_KV: counts, Keys.ShortConv.L_CACHE: int(real(config, "conv_L_cache"))}
 
 
 def window_keys(config: Mapping[str, Any], record: Architecture, window: int, layers: int) -> dict[str, Any]:
@@ -351,7 +380,7 @@ def name_tensors(
         named = f"{name}.weight" if name.endswith(".sinks") else name
         prefix, _, suffix = named.replace("language_model.", "").rpartition(".")
         prefix = prefix if prefix.startswith(("model.", "lm_head")) else f"model.{prefix}"
-        base = gguf_name(names, prefix, experts)
+        base = gguf_name(names, prefix, experts, record)
         if base == "output" and tied and suffix != "bias":
             continue
         known = suffix in ("weight", "bias") or (quantisation and suffix in QUANTISED_ARRAYS)
@@ -360,6 +389,8 @@ def name_tensors(
         if suffix in ("weight", "bias"):
             order = row_order(base, array.shape[:1], record, metadata)
             shift = record.norm_shift if base.endswith("norm") else 0
+            if base.endswith(CONV) and len(array.shape) == 3 and array.shape[1] == 1:  # [dim, 1, taps]
+                array = replace(array, shape=array.shape[::2])
             tensor = float_tensor(f"{base}.{suffix}", array, order, shift)
         elif suffix == "qweight" and quantisation:
             matrix = QuantisedMatrix.find(f"{base}.weight", prefix, stored, quantisation)
@@ -432,11 +463,11 @@ def rows_of_expert(array: Stored, expert: int, part: int, parts: int) -> Stored:
     return replace(array, shape=(n // parts, k), offset=array.offset + (expert * n + part * (n // parts)) * row)
 
 
-def gguf_name(names: TensorNameMap, prefix: str, experts: bool) -> str | None:
+def gguf_name(names: TensorNameMap, prefix: str, experts: bool, record: Architecture) -> str | None:
     """model.layers.3.mlp.up_proj -> blk.3.ffn_up; None for a tensor that GGUF does not have."""
     if experts and (router := ROUTER_NAME.fullmatch(prefix)):
         return f"blk.{int(router[1])}.ffn_gate_inp"
-    match = HF_NAME.fullmatch(prefix)
+    match = HF_NAME.fullmatch(prefix) or (CONV_NAME.fullmatch(prefix) if record.short_convs else None)
     if match is None:
         return None
     if match[1] is None:

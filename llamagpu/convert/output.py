@@ -22,6 +22,7 @@ from llamagpu.convert.quantise import quantise, sum_of_squares
 from llamagpu.convert.source import Blocks, Rows, Source, Tensor
 from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files.atomic import atomic_write
+from llamagpu.files.config import is_vector
 from llamagpu.files.gguf_file import RawTensor
 from llamagpu.files.matrices import matrix_sources
 from llamagpu.files.repack import packed_bytes, repack
@@ -130,10 +131,10 @@ def write_packed(job: Job, path: Path, progress: Progress = NO_PROGRESS) -> list
         writer = PackedWriter(file, job.metadata, shapes)
         raws = {name: RawTensor(name, *entry, np.zeros(0, np.uint8)) for name, entry in shapes.items()}
         for name, tensor in tensors.items():
-            if len(tensor.shape) == 1 or name.endswith(".bias"):
+            if is_vector(name, tensor.shape) or name.endswith(".bias"):
                 data = np.concatenate([piece.data for piece in pieces(name)])
                 raws[name] = replace(raws[name], data=data)
-            if len(tensor.shape) == 1:
+            if is_vector(name, tensor.shape):
                 writer.put(name, raws[name].data.view(np.float32))
         for matrix in matrix_sources(raws, job.source.config, pack):
             writer.put_matrix(matrix.label, matrix.load())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from llamagpu.engine.kv_cache import head_values
+from llamagpu.engine.kv_cache import BufferKvCache
 from llamagpu.engine.model import BufferModel
 from llamagpu.engine.options import Precision
 from llamagpu.engine.sequence import Sequence
@@ -66,12 +66,12 @@ def largest_nmse(engine: "Engine", model: BufferModel) -> float:
 def numbers(engine: "Engine") -> list[NDArray[np.float32]]:
     """Logits of tokens at the first positions and at the last ones, then keys and values of the first."""
     cache, positions, sequence, found = engine.cache, engine.cache.positions, Sequence(), []
+    assert isinstance(cache, BufferKvCache)
     cache.reserve(sequence, positions)
     for position in sorted({*range(min(FIRST_POSITIONS, positions)), positions // 2, positions - 1}):
         engine.model.write_step([Segment(0, position, [position % engine.config.vocab])])
         engine.recorder.submit([Step(engine.model.plan(1, position), 1, position)])
         found.append(engine.gpu.read(engine.model.logits, np.float32, engine.config.vocab))
-    rows = cache.read(sequence, min(FIRST_POSITIONS, positions))
-    found += [head_values(row, cache.kv_type, engine.config.head_dim) for row in rows]
+    found += cache.read_values(sequence, min(FIRST_POSITIONS, positions))
     cache.end(sequence)
     return found

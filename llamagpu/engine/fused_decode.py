@@ -164,11 +164,12 @@ def inter_stage_widths(c: ModelConfig, rows: int) -> tuple[int, ...]:
     blocks = (rows * c.dim * 3 // 8, rows * c.q_width * 3 // 8) if staged else (0, 0)
     squares = rows * c.dim // 32 if staged else 0
     act = c.hidden_width if rows == 1 else rows * c.ffn_dim * 3 // 8  # f32; int8 blocks
-    raw = rows * (c.q_width + 2 * c.kv_width) if c.rotates_apart else 0
+    raw = rows * c.raw_width
     branch = rows * c.dim if c.norms_after else 0
     attention = splits * c.head_dim, 2 * splits, 2 * c.kv_width if rows == 1 else 0
     staging = *blocks, blocks[0], squares, squares
-    return rows * c.q_width, rows * c.dim, act, *attention, raw, branch, branch, c.experts, *staging
+    mixed = max(c.mixer_width(kind) for kind in c.kinds)
+    return rows * mixed, rows * c.dim, act, *attention, raw, branch, branch, c.experts, *staging
 
 
 def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvType, caps: Caps) -> tuple[int, ...]:
@@ -177,8 +178,8 @@ def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvT
     With a q8_0 cache, and with Tint, attention stores keys and values: a row could not read those of another row. Float
     weights of several rows are faster unfused (F16, 1B on an H200: 2 rows 1282 us, fused 1832; 4 rows 1382 and 1948).
     """
-    one_row = attention_stores(kv_type, caps) or config.norms_after or config.experts
-    if one_row or has_float_weights(weights):  # kernel parts of the latter two take one row
+    one_row = attention_stores(kv_type, caps) or config.norms_after or config.experts or config.conv_taps
+    if one_row or has_float_weights(weights):  # kernel parts of norms after and of experts take one row
         return (1,)
     return (1, *routes.fused_widths(config.dim, attention_shape(config, 1), int8, has_half_sums(weights), caps))
 
@@ -215,13 +216,13 @@ def has_float_weights(weights: Weights) -> bool:
 class InterStage:
     """Inter-stage buffers, with a row for each layer of a kernel."""
 
-    q: BufferRange  # queries
+    q: BufferRange  # queries, or the results of a short convolution
     mid: BufferRange  # the residual stream after attention
     act: BufferRange  # silu(gate) * up
     partial: BufferRange  # attention's splits
     stats: BufferRange
     kv_rows: BufferRange  # keys and values on their way into the cache, where attention stores them
-    raw: BufferRange  # queries, keys and values as the linear leaves them, where it does not rotate them
+    raw: BufferRange  # queries, keys and values as the linear leaves them, or the inputs of a short convolution
     attended: BufferRange  # results of attention and feed forward before the norms after them, where there are such
     fed_forward: BufferRange
     logits: BufferRange  # of experts
@@ -233,6 +234,16 @@ class InterStage:
 
 
 LEFT_FOR_NEXT = ("attn_blocks", "attn_squares")  # what a layer leaves for the next one, and the last one for nobody
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """Attention of a run of layers, or short convolutions, between their two linears."""
+
+    to_inputs: Callable[[Matrix], Output]  # of the first linear
+    stages: list[Stage]
+    result: AnyBuffer
+    prologue: PrologueSpec  # of the second linear, which reads the result
 
 
 class FusedDecode:
@@ -358,37 +369,16 @@ class FusedDecode:
                 if same_storage or not isinstance(buffer, BufferRange)
             )
             shared = (*layer.norms, *router_biases(layer), caches[i].keys, caches[i].values)
-            return *(place_of_layer(buffer, i) for buffer in shared), *own
+            is_conv = self.config.kinds[i].is_conv
+            return is_conv, *(place_of_layer(buffer, i) for buffer in shared), *own
 
         return [list(run) for _, run in groupby(range(len(layers)), bound)]
 
     def stages(self, members: list[int], rows: int = 1) -> list[Stage]:
         c, gpu, count, between, grid = self.config, self.gpu, len(members), self.between, self.grid_of(rows)
-        first, cache = self.weights.layers[members[0]], self.cache.layers[members[0]]
-        kinds, kv_type = {c.kinds[i] for i in members}, self.cache.kv_type
-        kind = kinds.pop() if len(kinds) == 1 else None  # else the layer table has what differs
-        keys, values = layer_range(cache.keys, count), layer_range(cache.values, count)
-        x = self.stream(members[0], count + 1, rows)
-        shape, parts = attention_shape(c, 1, kind=kind), ("split_count_dynamic",)
+        first, x = self.weights.layers[members[0]], self.stream(members[0], count + 1, rows)
         staged = routes.has_norm_stages(rows)  # inputs of linears are blocks that stages before them have left
-        own: Consts = {"WORKGROUP": grid.invocations, "PARTIAL": not staged}
-        own |= routes.fused_head_consts(shape, grid, gpu.caps, rows)
-        max_splits = routes.fused_max_splits(c.kv_heads, rows, int(own["HEAD_SHARES"]))
-        splits: Consts = {"MAX_SPLITS": max_splits, "TOKENS": rows}
-        splits |= {"BY_LAYER": True} if kind is None else {"WINDOW": kind.window}
-        rope = self.cache.rope_tables if kind is None else self.cache.rope(kind)
-        qk_norm = between.raw if first.qk_norm is None else layer_range(first.qk_norm, count)
-        buffers = AttentionBuffers(between.q, keys, values, between.partial, between.stats, kv_rows=between.kv_rows)
-        rotates = rows == 1 and attention_rotates(c, kv_type, gpu.caps)
-        if rotates:
-            buffers = replace(buffers, q=between.raw, kv_rows=between.raw, rotation={"rope": rope, "norm": qk_norm})
-            own |= ops.rotate_consts(c, kind)
-        own_row = rotates or attention_stores(kv_type, gpu.caps)
-        stored = KvType.Q8_0 if own_row else kv_type  # for q8_0 they are left for attention to store
-        mode = AttentionMode(kv_type, own_row=own_row)
-        if staged:
-            buffers, mode = replace(buffers, out=between.head_blocks), replace(mode, out=Inputs.INT8)
-        [attention] = self.ops.attend(shape, buffers, mode, consts=splits | own, parts=parts)
+        mixer = self.short_convs(members) if c.kinds[members[0]].is_conv else self.attention(members, rows)
 
         def linear(
             column: int,
@@ -410,11 +400,6 @@ class FusedDecode:
                 )
             ]
 
-        to_q = QkvBuffers(between.q, keys, values, rope, between.kv_rows)
-
-        def to_qkv(matrix: Matrix) -> Output:
-            return ops.rows(between.raw, matrix) if c.rotates_apart else ops.qkv(c, kind, matrix, to_q, stored)
-
         leaves_blocks, biased = self.sums_leave_blocks(members, rows), bool(router_biases(first))
         attn_norm, ffn_norm = (None if w is None else layer_range(w, count) for w in (first.attn_norm, first.ffn_norm))
 
@@ -433,7 +418,6 @@ class FusedDecode:
         def to_blocks(matrix: Matrix) -> Output:
             return ops.glu_blocks(between.act, matrix, c.activation, persistent=True)
 
-        units, live_rows = attention.grid_for(1, 0)[0], "step.rows" if rows > 1 else 1
         if staged:
             assert attn_norm is not None and ffn_norm is not None
             before_qkv = self.norm_stage(attn_norm, x, between.attn_blocks, rows)
@@ -445,21 +429,13 @@ class FusedDecode:
                 gate_up_inputs = self.unnormalised(between.ffn_squares)
             return [
                 before_qkv,
-                *linear(QKV, between.attn_blocks, to_qkv, self.inputs, qkv_inputs),
-                *self.rotate(kind, qk_norm, to_q, stored, rows),
-                Stage(attention.source, attention.bindings, (units, 1, live_rows)),
+                *linear(QKV, between.attn_blocks, mixer.to_inputs, self.inputs, qkv_inputs),
+                *mixer.stages,
                 *linear(ATTN_OUTPUT, between.head_blocks, to_mid, self.inputs, normalised),
                 *before_gate_up,
                 *linear(GATE_UP, between.ffn_blocks, to_blocks, self.inputs, gate_up_inputs),
                 *linear(DOWN, between.act, to_x, self.inputs, normalised),
             ]
-
-        split_count = f"splits_of({'layer_kind().x' if kind is None else f'{kind.window}u'})"
-        merge = PrologueSpec(Prologue.MERGE, {"stats": between.stats}, splits | {"HEAD_DIM": c.head_dim}, parts)
-        if first.attn_sinks is not None:
-            sinks: Consts = {"SINK_STRIDE": nbytes(first.attn_sinks) // 4}
-            bound = dict(merge.bindings) | {"sinks": layer_range(first.attn_sinks, count)}
-            merge = PrologueSpec(Prologue.MERGE_SINKS, bound, merge.consts | sinks, parts)
 
         def to_act(matrix: Matrix) -> Output:
             if biased:
@@ -471,7 +447,8 @@ class FusedDecode:
 
         # inputs of the down projection that do not fit into workgroup memory are read from global memory
         more = expert_bytes(c, self.int8)
-        fits = self.int8 or routes.fits_shared_memory(c.hidden_width, shape, False, grid, gpu.caps, more)
+        attention = attention_shape(c, 1)
+        fits = self.int8 or routes.fits_shared_memory(c.hidden_width, attention, False, grid, gpu.caps, more)
         down_inputs = self.inputs if fits else Inputs.INTERLEAVED
         unused = first.ffn_norm or first.post_ffw_norm
         assert unused is not None
@@ -502,15 +479,70 @@ class FusedDecode:
             router = linear(ROUTER, ffn_x, to_logits, Inputs.F32, ffn_inputs)
             gate_up = [replace(stage, grid=(grid.workgroups, 1, 1)) for stage in gate_up]
         return [
-            *linear(QKV, between.fed_forward if c.norms_after else x, to_qkv, self.inputs, attention_inputs),
-            *self.rotate(kind, qk_norm, to_q, stored, rows),
-            Stage(attention.source, attention.bindings, (units, split_count, live_rows)),
-            *linear(ATTN_OUTPUT, between.partial, to_mid, self.inputs, merge),
+            *linear(QKV, between.fed_forward if c.norms_after else x, mixer.to_inputs, self.inputs, attention_inputs),
+            *mixer.stages,
+            *linear(ATTN_OUTPUT, mixer.result, to_mid, self.inputs, mixer.prologue),
             *router,
             *gate_up,
             *linear(DOWN, between.act, to_x, down_inputs, self.chosen(down, members, chooses=False)),
             *self.norm_after(first.post_ffw_norm, count, between.fed_forward, between.mid, x),
         ]
+
+    def attention(self, members: Sequence[int], rows: int) -> Mixer:
+        c, gpu, count, between, grid = self.config, self.gpu, len(members), self.between, self.grid_of(rows)
+        first, cache = self.weights.layers[members[0]], self.cache.layers[members[0]]
+        kinds, kv_type = {c.kinds[i] for i in members}, self.cache.kv_type
+        kind = kinds.pop() if len(kinds) == 1 else None  # else the layer table has what differs
+        keys, values = layer_range(cache.keys, count), layer_range(cache.values, count)
+        shape, parts = attention_shape(c, 1, kind=kind), ("split_count_dynamic",)
+        staged = routes.has_norm_stages(rows)
+        own: Consts = {"WORKGROUP": grid.invocations, "PARTIAL": not staged}
+        own |= routes.fused_head_consts(shape, grid, gpu.caps, rows)
+        max_splits = routes.fused_max_splits(c.kv_heads, rows, int(own["HEAD_SHARES"]))
+        splits: Consts = {"MAX_SPLITS": max_splits, "TOKENS": rows}
+        splits |= {"BY_LAYER": True} if kind is None else {"WINDOW": kind.window}
+        rope = self.cache.rope_tables if kind is None else self.cache.rope(kind)
+        qk_norm = between.raw if first.qk_norm is None else layer_range(first.qk_norm, count)
+        buffers = AttentionBuffers(between.q, keys, values, between.partial, between.stats, kv_rows=between.kv_rows)
+        rotates = rows == 1 and attention_rotates(c, kv_type, gpu.caps)
+        if rotates:
+            buffers = replace(buffers, q=between.raw, kv_rows=between.raw, rotation={"rope": rope, "norm": qk_norm})
+            own |= ops.rotate_consts(c, kind)
+        own_row = rotates or attention_stores(kv_type, gpu.caps)
+        stored = KvType.Q8_0 if own_row else kv_type  # for q8_0 they are left for attention to store
+        mode = AttentionMode(kv_type, own_row=own_row)
+        if staged:
+            buffers, mode = replace(buffers, out=between.head_blocks), replace(mode, out=Inputs.INT8)
+        [attention] = self.ops.attend(shape, buffers, mode, consts=splits | own, parts=parts)
+        to_q = QkvBuffers(between.q, keys, values, rope, between.kv_rows)
+
+        def to_inputs(matrix: Matrix) -> Output:
+            return ops.rows(between.raw, matrix) if c.rotates_apart else ops.qkv(c, kind, matrix, to_q, stored)
+
+        split_count = f"splits_of({'layer_kind().x' if kind is None else f'{kind.window}u'})"
+        units, live_rows = attention.grid_for(1, 0)[0], "step.rows" if rows > 1 else 1
+        stages = [
+            *self.rotate(kind, qk_norm, to_q, stored, rows),
+            Stage(attention.source, attention.bindings, (units, 1 if staged else split_count, live_rows)),
+        ]
+        merge = PrologueSpec(Prologue.MERGE, {"stats": between.stats}, splits | {"HEAD_DIM": c.head_dim}, parts)
+        if first.attn_sinks is not None:
+            sinks: Consts = {"SINK_STRIDE": nbytes(first.attn_sinks) // 4}
+            bound = dict(merge.bindings) | {"sinks": layer_range(first.attn_sinks, count)}
+            merge = PrologueSpec(Prologue.MERGE_SINKS, bound, merge.consts | sinks, parts)
+        return Mixer(to_inputs, stages, between.head_blocks if staged else between.partial, merge)
+
+    def short_convs(self, members: Sequence[int]) -> Mixer:
+        """Of one row: no other one's inputs are in the same step."""
+        c, count, between, i = self.config, len(members), self.between, members[0]
+        first, cache = self.weights.layers[i], self.cache.layers[i]
+        assert first.conv is not None and first.attn_norm is not None
+        pages, taps = (layer_range(cache.keys, count), layer_range(cache.values, count)), layer_range(first.conv, count)
+        route = replace(routes.SHORT_CONV, consts={"WORKGROUP": self.grid.invocations})
+        conv = self.ops.short_conv(c, c.kinds[i], between.raw, taps, pages, between.q, cache.kv_type, 1, route=route)
+        stage = Stage(conv.source, conv.bindings, conv.grid_for(1, 0))
+        copy = PrologueSpec(Prologue.NORM, {"norm": layer_range(first.attn_norm, count)}, {"NORM": False})
+        return Mixer(lambda matrix: ops.rows(between.raw, matrix), [stage], between.q, copy)
 
     def sums_leave_blocks(self, members: Sequence[int], rows: int) -> bool:
         """Whether the linears into the residual stream quantise it for the next ones. No shard may cut a block."""

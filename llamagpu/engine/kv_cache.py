@@ -35,10 +35,15 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """[kv_heads, capacity, head_dim] each; q8_0: [kv_heads, pages], a page with all numbers, then all scales."""
+    """[heads, capacity, head_dim] each; q8_0: [heads, pages], a page with all numbers, then all scales.
+
+    A short convolution keeps the first half of its inputs as keys and the second one as values.
+    """
 
     keys: BufferRange
     values: BufferRange
+    heads: int
+    kv_type: KvType
 
 
 class KvCache(ABC):
@@ -77,6 +82,11 @@ class KvCache(ABC):
     def position_bytes(self) -> int:
         """Keys and values of one position in all layers."""
         return position_bytes(self.config, self.kv_type)
+
+    @property
+    def attention_bytes(self) -> int:
+        """Keys and values of one position in a layer that attends."""
+        return 2 * self.config.kv_heads * self.kv_type.head_bytes(self.config.head_dim)
 
     def resources(self) -> list[Bindable]:
         """Every buffer and texture, once."""
@@ -258,17 +268,13 @@ class BufferKvCache(KvCache):
         self.fused = fused
         super().__init__(gpu, config, settings, freq_factors)
 
-    @property
-    def row_bytes(self) -> int:
-        """Keys, or values, of one position and head."""
-        return self.kv_type.head_bytes(self.config.head_dim)
-
     def _storage(self) -> Items[Bindable]:
         ranges = [cache_range for layer in self.layers for cache_range in (layer.keys, layer.values)]
         return [*{id(cache_range.buffer): cache_range.buffer for cache_range in ranges}.values(), self.copied]
 
     def _allocate(self) -> None:
-        cell_bytes, binding = self.config.kv_heads * self.row_bytes, self.gpu.caps.binding_bytes
+        c, binding = self.config, self.gpu.caps.binding_bytes
+        cell_bytes = max(cell_sizes(c, self.kv_type))
         size = cell_bytes * self.capacity
         if size > binding:
             raise DoesNotFit(
@@ -279,10 +285,12 @@ class BufferKvCache(KvCache):
         self.layers = []
         largest = min(binding, self.gpu.limits["max-buffer-size"] - 2 * ALIGN)
         layers_per_buffer = max(1, largest // size) if self.fused else 1
-        for start in range(0, self.config.layers, layers_per_buffer):
-            sizes = [size] * min(layers_per_buffer, self.config.layers - start)
+        for start in range(0, c.layers, layers_per_buffer):
+            kinds = c.kinds[start : start + layers_per_buffer]
+            sizes = [cell * self.capacity for cell in cell_sizes(c, self.kv_type)[start : start + len(kinds)]]
             keys, values = (padded_ranges(self.gpu, sizes, label) for label in ("k_cache", "v_cache"))
-            self.layers += [LayerCache(k, v) for k, v in zip(keys, values, strict=True)]
+            shapes = [(c.cache_heads(kind), layer_kv_type(kind, self.kv_type)) for kind in kinds]
+            self.layers += [LayerCache(k, v, *shape) for k, v, shape in zip(keys, values, shapes, strict=True)]
         self.copied = self.gpu.zeros(16, "pages to copy", BufferUsage.UNIFORM)
 
     def copy_page(self, source: int, target: int) -> None:
@@ -295,16 +303,23 @@ class BufferKvCache(KvCache):
 
     def copy_dispatches(self) -> list[Dispatch]:
         """A kernel: WebGPU copies no buffer to itself, and a page has a piece for every layer and head."""
-        consts: dict[str, Const] = {"PAGES": self.pool.count, "PAGE_VEC4S": PAGE * self.row_bytes // 16}
-        grid, dispatches = (self.config.kv_heads, 2, 1), []
+        dispatches = []
         for layer in self.layers:
+            vec4s = PAGE * layer.kv_type.head_bytes(self.config.head_dim) // 16
+            consts: dict[str, Const] = {"PAGES": self.pool.count, "PAGE_VEC4S": vec4s}
             bound: dict[str, Bindable] = {"k_cache": layer.keys, "v_cache": layer.values, "pair": self.copied}
-            dispatches.append(self.gpu.dispatch("copy_page", (), consts, bound, grid))
+            dispatches.append(self.gpu.dispatch("copy_page", (), consts, bound, (layer.heads, 2, 1)))
         return dispatches
 
     def read(self, sequence: Sequence, count: int) -> Iterator[Bytes]:
         for parts in self._cells(self.runs(sequence, count)):
             yield self.gpu.gather(parts)
+
+    def read_values(self, sequence: Sequence, count: int) -> Iterator[NDArray[np.float32]]:
+        """The same as numbers."""
+        types = (layer.kv_type for layer in self.layers for _ in range(2 * layer.heads))
+        for data, kv_type in zip(self.read(sequence, count), types, strict=True):
+            yield head_values(data, kv_type, self.config.head_dim)
 
     def write(self, sequence: Sequence, count: int, take: Callable[[int], Bytes]) -> None:
         for parts in self._cells(self.runs(sequence, count)):
@@ -316,21 +331,23 @@ class BufferKvCache(KvCache):
 
     def _cells(self, runs: Items[tuple[int, int]]) -> Iterator[list[BufferRange]]:
         """The runs of cells in each layer, keys and values, and head."""
-        places = [place for cell, cells in runs for place in self._places(cell, cells)]
+        types = {layer.kv_type for layer in self.layers}
+        places = {kv_type: [place for run in runs for place in self._places(kv_type, *run)] for kv_type in types}
         for layer in self.layers:
+            row_bytes = layer.kv_type.head_bytes(self.config.head_dim)
             for cache_range in (layer.keys, layer.values):
-                for head in range(self.config.kv_heads):
-                    first = cache_range.offset + head * self.capacity * self.row_bytes
-                    yield [BufferRange(cache_range.buffer, first + offset, size) for offset, size in places]
+                for head in range(layer.heads):
+                    first, here = cache_range.offset + head * self.capacity * row_bytes, places[layer.kv_type]
+                    yield [BufferRange(cache_range.buffer, first + offset, size) for offset, size in here]
 
-    def _places(self, cell: int, cells: int) -> Iterator[tuple[int, int]]:
+    def _places(self, kv_type: KvType, cell: int, cells: int) -> Iterator[tuple[int, int]]:
         """Offset and size of a run of cells that begins a page or lies in one; of part of a page, in every plane."""
-        whole = cells // PAGE * PAGE
+        whole, row_bytes = cells // PAGE * PAGE, kv_type.head_bytes(self.config.head_dim)
         if whole:
-            yield cell * self.row_bytes, whole * self.row_bytes
+            yield cell * row_bytes, whole * row_bytes
         page, start = divmod(cell + whole, PAGE)
-        offset = page * PAGE * self.row_bytes
-        for size in self.kv_type.planes(self.config.head_dim):
+        offset = page * PAGE * row_bytes
+        for size in kv_type.planes(self.config.head_dim):
             if cells > whole:
                 yield offset + start * size, (cells - whole) * size
             offset += PAGE * size
@@ -389,17 +406,28 @@ class TextureKvCache(KvCache):
                 self.gpu.write_texture(texture, zeros, *self._at(cell))
 
 
+def layer_kv_type(kind: LayerKind, kv_type: KvType) -> KvType:
+    """A short convolution stores single inputs, which have no scale to share: they stay f16."""
+    return KvType.F16 if kind.is_conv and kv_type is KvType.Q8_0 else kv_type
+
+
+def cell_sizes(config: ModelConfig, kv_type: KvType) -> list[int]:
+    """Bytes of the keys, or values, of one position, for each layer."""
+    c = config
+    return [c.cache_heads(kind) * layer_kv_type(kind, kv_type).head_bytes(c.head_dim) for kind in c.kinds]
+
+
 def position_bytes(config: ModelConfig, kv_type: KvType) -> int:
     """Keys and values of one position in all layers."""
-    return 2 * config.layers * config.kv_heads * kv_type.head_bytes(config.head_dim)
+    return 2 * sum(cell_sizes(config, kv_type))
 
 
 def most_cells(config: ModelConfig, kv_type: KvType, backend: Backend, gpu: Gpu) -> int:
     """Cells that bindings and textures of the adapter can hold, in whole pages."""
     if backend is Backend.TEXTURES:
         return gpu.limits["max-texture-dimension-2d"] * 4 // (2 * config.kv_width) * TEXTURE_ROWS
-    head_bytes = max(kv_type.head_bytes(config.head_dim), routes.int8_position_bytes(config.head_dim))
-    return gpu.caps.binding_bytes // (config.kv_heads * head_bytes) // PAGE * PAGE
+    int8 = config.kv_heads * routes.int8_position_bytes(config.head_dim)
+    return gpu.caps.binding_bytes // max(int8, *cell_sizes(config, kv_type)) // PAGE * PAGE
 
 
 def head_values(data: Bytes, kv_type: KvType, head_dim: int) -> NDArray[np.float32]:

@@ -37,7 +37,7 @@ from llamagpu.engine.options import KvType, Precision, Settings
 from llamagpu.engine.routes import Attention, Epilogue, Inputs, Linear, Prologue
 from llamagpu.engine.step_inputs import Segment, StepInputs
 from llamagpu.engine.weights import Layer, Matrix, Weights
-from llamagpu.files.config import LayerKind, ModelConfig
+from llamagpu.files.config import CONV, CONV_IN, CONV_OUT, LayerKind, ModelConfig
 from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Dispatch, Gpu
@@ -302,8 +302,8 @@ class BufferModel(Model):
         # [m, experts used, ffn], for gate_and_up
         self.up = gpu.zeros(rows * c.hidden_width * 4, "up") if separate else None
         self._allocate_experts()
-        qkv = c.q_width + 2 * c.kv_width
-        self.raw = gpu.zeros(rows * qkv * 4, "raw") if c.rotates_apart else None  # [m, q | k | v] before `rotate`
+        # [m, q | k | v] before `rotate`, [m, b | c | x] before `short_conv`
+        self.raw = gpu.zeros(rows * c.raw_width * 4, "raw") if c.raw_width else None
         # [m, dim] the result of attention or feed forward, before the norm after it
         self.branch = gpu.zeros(rows * c.dim * 4, "branch") if c.norms_after else None
         self.hidden: Buffer | None = None  # [m, dim] after the last norm, for embeddings: allocated at the first one
@@ -495,15 +495,37 @@ class BufferModel(Model):
     ) -> tuple[list[Dispatch], Splits | None]:
         """`splits` are what the layer before has left to be added to the residual stream; returned is what this one
         leaves."""
+        mix = self.short_conv if self.config.kinds[i].is_conv else self.attend
+        mixed, splits = mix(i, layer, cache, key, splits)
+        if layer.router is not None:
+            return [*mixed, *self.experts(i, layer, layer.router, key.width)], None
+        fed_forward, splits = self.feed_forward(i, layer, key.width, splits)
+        return [*mixed, *fed_forward], splits
+
+    def attend(
+        self, i: int, layer: Layer, cache: LayerCache, key: PlanKey, splits: Splits | None
+    ) -> tuple[list[Dispatch], Splits | None]:
+        """Attention, between its two linears."""
         qkv = self.qkv(i, layer, cache, key, splits)
         if self.kv_rows and not self.stores_own_row(key.width):
             shape = attention_shape(self.config, key.width)
             qkv += tagged([self.ops.store_kv(shape, self.kv_rows, cache.keys, cache.values)], "store_kv", i)
         attended, splits = self.attend_linear(i, layer, cache, key)
-        if layer.router is not None:
-            return [*qkv, *attended, *self.experts(i, layer, layer.router, key.width)], None
-        fed_forward, splits = self.feed_forward(i, layer, key.width, splits)
-        return [*qkv, *attended, *fed_forward], splits
+        return [*qkv, *attended], splits
+
+    def short_conv(
+        self, i: int, layer: Layer, cache: LayerCache, key: PlanKey, splits: Splits | None
+    ) -> tuple[list[Dispatch], Splits | None]:
+        """A short convolution in the place of attention."""
+        c, m, matrix, kv_type = self.config, key.width, layer.attn_output, cache.kv_type
+        assert self.raw is not None and layer.conv is not None
+        to_raw = ops.rows(self.raw, layer.qkv)
+        linear = self.norm_linear(i, "attn_norm", layer.attn_norm, CONV_IN, layer.qkv, m, to_raw, splits)
+        inputs, pages = self.inputs(m, matrix), (cache.keys, cache.values)
+        h = self.h_blocks if inputs.blocks else self.h
+        conv = self.ops.short_conv(c, c.kinds[i], self.raw, layer.conv, pages, h, kv_type, m, inputs)
+        out, left = self.add(h, matrix, m, inputs, layer.post_attention_norm, last=layer.router is not None)
+        return [*linear, *tagged([conv], CONV, i), *tagged(out, CONV_OUT, i)], left
 
     def stores_own_row(self, m: int) -> bool:
         """Whether attention stores the keys and values of a step of m rows in a q8_0 cache."""

@@ -663,6 +663,27 @@ class Ops:
         parts, grid = self.parts(route, blocks=blocks), self.grid(route, shape, m)
         return self._dispatch(route, parts, consts, {"x": x, "y": y}, grid, shape)
 
+    def short_conv(
+        self,
+        config: ModelConfig,
+        kind: LayerKind,
+        x: AnyBuffer,
+        taps: Bindable,
+        cache: tuple[AnyBuffer, AnyBuffer],
+        y: AnyBuffer,
+        kv_type: KvType,
+        m: int,
+        out: Inputs = Inputs.F32,
+        route: Route[RowWise] = routes.SHORT_CONV,
+    ) -> Dispatch:
+        """From rows b | c | x to y, as f32 or as `out`. `cache`: keys and values of the layer, for its inputs."""
+        consts: Consts = {"DIM": config.dim, "TAPS": config.conv_taps, "TO_BLOCKS": out.blocks} | self.tuning(route)
+        consts |= {"KV_HEADS": config.cache_heads(kind), "HEAD_DIM": config.head_dim}
+        parts = (*self.parts(route, blocks=out), f"kv_store_{kv_type}", f"kv_load_{kv_type}")
+        bindings: dict[str, Bindable] = {"x": x, "w": taps, "y": y, "k_cache": cache[0], "v_cache": cache[1]}
+        shape = RowWise(config.dim)
+        return self._dispatch(route, parts, consts, bindings, self.grid(route, shape, m), shape)
+
     def add_norm(self, x: AnyBuffer, weight: Bindable, y: AnyBuffer, width: int, eps: float, m: int) -> Dispatch:
         """y += x / rms(x) * weight, row by row."""
         return self._row_wise(routes.ADD_NORM, {"x": x, "w": weight, "y": y}, width, m, {"EPS": eps})

@@ -324,7 +324,7 @@ def value_grid(s: RowWise, c: Consts, caps: Caps, rows: int, position: int) -> G
 
 
 def eighths_grid(s: RowWise, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
-    return fold(-(-rows * s.width // 8 // c["WORKGROUP"]), caps)
+    return fold(-(-rows * -(-s.width // 8) // c["WORKGROUP"]), caps)
 
 
 def texels_grid(s: RowWise, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
@@ -1285,6 +1285,10 @@ QUANTISE: Table[RowWise] = (
 ADD_NORM: Route[RowWise] = Route("add_rms_norm", lambda s, c: True, "-", row_grid, (Role.REDUCE,))
 
 SUM_NORM: Route[RowWise] = Route("sum_rms_norm", lambda s, c: True, "a fused stage", row_grid, (Role.REDUCE,))
+
+SHORT_CONV: Route[RowWise] = Route(
+    "short_conv", lambda s, c: s.width % 2 == 0, "width % 2 = 0", eighths_grid, (Role.BLOCKS, Role.PAGES)
+)
 
 SCALE: Route[RowWise] = Route("scale", lambda s, c: True, "-", value_grid)
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from llamagpu.engine.weights import MatrixShard, Weights, in_order, norms_in_order, upload_norm
 from llamagpu.errors import LlamaGpuError
-from llamagpu.files.config import ModelConfig, tensor_shapes
+from llamagpu.files.config import CONV, ModelConfig, tensor_shapes
 from llamagpu.files.gguf_file import BLOCKS, RawTensor
 from llamagpu.files.matrices import MatrixSource, matrix_sources, norm_widths
 from llamagpu.files.storage import Layout, PackedMatrix, Storage
@@ -46,6 +46,11 @@ MINISTRAL = {
 QWEN3_EXPERTS = {"expert_count": 128, "expert_used_count": 8, "expert_feed_forward_length": 768}
 OLMO_EXPERTS = {"expert_count": 64, "expert_used_count": 8}
 GRANITE_EXPERTS = {"expert_count": 32, "expert_used_count": 8, "logit_scale": 6.0}
+LFM2: dict[str, Any] = {
+    "shortconv.l_cache": 3,
+    "attention.head_count_kv": np.array([8 * (i in (2, 5, 8, 10, 12, 14)) for i in range(16)]),  # 0: a convolution
+    "rope.freq_base": 1e6,
+}
 GPT_OSS = {
     "expert_count": 32,
     "expert_used_count": 4,
@@ -78,6 +83,8 @@ SHAPES = {
     "phi-4-mini": Shape(32, 3072, 8192, 24, 8, 128, 200064, True, 131072, "phi3", {"rope.dimension_count": 96}),
     "olmo-2-1b": Shape(16, 2048, 8192, 16, 16, 128, 100352, False, 4096, "olmo2"),
     "olmoe-1b-7b": Shape(16, 2048, 1024, 16, 16, 128, 50304, False, 4096, "olmoe", OLMO_EXPERTS),
+    "lfm2-350m": Shape(16, 1024, 4608, 16, 8, 64, 65536, True, 128000, "lfm2", LFM2),
+    "lfm2-1.2b": Shape(16, 2048, 8192, 32, 8, 64, 65536, True, 128000, "lfm2", LFM2),
     "gpt-oss-20b": Shape(24, 2880, 2880, 64, 8, 64, 201088, False, 131072, "gpt-oss", GPT_OSS),
     "gemma-2-2b": Shape(26, 2304, 9216, 8, 4, 256, 256000, True, 8192, "gemma2", {"attention.sliding_window": 4096}),
     "gemma-3-1b": Shape(26, 1152, 6912, 4, 1, 256, 262144, True, 32768, "gemma3", {"attention.sliding_window": 512}),
@@ -175,7 +182,7 @@ def tensor_types(config: ModelConfig, quant: str) -> dict[str, str]:
     c, mix, last = config, MIXES[quant], "token_embd.weight" if config.tied else "output.weight"
 
     def ggml_type(name: str) -> str:
-        if "norm" in name or "ffn_gate_inp" in name or name.endswith(".bias"):
+        if "norm" in name or "ffn_gate_inp" in name or name.endswith((".bias", f"{CONV}.weight")):
             return "F32"
         if mix.experts and "_exps." in name:
             return mix.experts

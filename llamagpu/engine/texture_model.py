@@ -27,7 +27,7 @@ def suits_textures(config: ModelConfig) -> bool:
     """Whether the architecture has only what kernels on textures can do."""
     c = config
     soft_caps = c.attn_soft_cap or c.logit_soft_cap
-    plain = c.norms_before and not c.norms_after and not soft_caps and not c.experts
+    plain = c.norms_before and not c.norms_after and not soft_caps and not c.experts and not c.conv_taps
     return plain and c.activation is Activation.SILU
 
 

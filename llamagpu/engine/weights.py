@@ -113,8 +113,8 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    qkv: Matrix  # rows q | k | v, RoPE pairs adjacent
-    attn_output: Matrix
+    qkv: Matrix  # rows q | k | v, RoPE pairs adjacent; of a short convolution b | c | x
+    attn_output: Matrix  # of attention, or of a short convolution
     gate_up: tuple[Matrix, ...]  # one, rows interleaved; or (gate, up) where their types differ
     ffn_down: Matrix
     attn_norm: Bindable | None = None  # [dim] f32, as the next three
@@ -123,13 +123,14 @@ class Layer:
     post_ffw_norm: Bindable | None = None
     qk_norm: Bindable | None = None  # of queries, then of keys
     attn_sinks: Bindable | None = None  # [heads] f32
+    conv: Bindable | None = None  # [taps, dim] f32, of a short convolution
     router: Matrix | None = None  # whose results choose the experts
 
     @property
     def norms(self) -> tuple[Bindable, ...]:
         """In the order of norm_widths."""
         found = self.attn_norm, self.ffn_norm, self.post_attention_norm, self.post_ffw_norm, self.qk_norm
-        return tuple(norm for norm in (*found, self.attn_sinks) if norm is not None)
+        return tuple(norm for norm in (*found, self.attn_sinks, self.conv) if norm is not None)
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -295,6 +296,9 @@ def slab_groups(
     vectors = [(name, width) for name, width in norm_widths(config).items() if layer_of(name) is not None]
     vectors += [(source.label, source.n) for source in sources if source.layer is not None and source.has_bias]
     norms = sum(aligned(4 * width) if is_padded(name) else in_slab(4 * width) for name, width in vectors)
+    for name, width in norm_widths(config).items():
+        if (layer := layer_of(name)) is not None:
+            storages[layer][name.split(".")[2]] = width
     for source in sources:
         if source.layer is not None:
             storages[source.layer][source.label.split(".")[2]] = source.rows, source.has_bias

@@ -56,6 +56,8 @@ class Architecture:
     norms_before: bool = True  # of the inputs of attention and feed forward
     norms_after: bool = False  # of their results, before they are added to the residual stream
     ffn_norm: str = "ffn_norm"  # the tensor of the norm before feed forward
+    output_norm: str = "output_norm"  # the tensor of the last norm
+    short_convs: bool = False  # layers without KV heads have a short convolution instead of attention
     biases: bool = False  # every matrix of a layer has one
     sinks: bool = False  # the softmax of a head has one score more, without a value
     norm_shift: int = 0  # Hugging Face stores norm weights less this
@@ -82,6 +84,16 @@ GEMMA_3 = {
     "head_dim": 256,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
+}
+LFM2 = {
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 128_000,
+    "rope_theta": 1e6,
+    "norm_eps": 1e-5,
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": True,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
 }
 ARCHITECTURES = {
     record.name: record
@@ -147,6 +159,17 @@ ARCHITECTURES = {
             neox=True,
             qk_norm=QkNorm.ROW,
             experts=Experts.SHARE,
+        ),
+        Architecture(
+            "lfm2",
+            models="LFM2 and LFM2.5 without experts",
+            hf_types=("lfm2",),
+            neox=True,
+            sliding_window=True,
+            qk_norm=QkNorm.HEAD,
+            output_norm="token_embd_norm",
+            short_convs=True,
+            hf_defaults=LFM2,
         ),
         Architecture(
             "gpt-oss",

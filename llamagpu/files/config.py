@@ -5,7 +5,7 @@ Nothing else reads the architecture's metadata keys.
 
 import math
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -26,6 +26,7 @@ from llamagpu.files.architectures import (
 from llamagpu.files.gguf_file import BLOCKS, REMEDY_REFETCH, RawTensor, shown, unsupported_type
 
 MAX_EXPERTS = 1024  # whose logits fit into the workgroup memory that every adapter has
+MAX_TAPS = 64  # of a short convolution
 MAX_EXPERTS_USED = 16  # so that a dimension of a grid counts those of the rows of any step
 TABLE_ROWS = 4096  # positions that rope_table computes at once: keeps its float64 scratch at 8 MB for head_dim 128
 
@@ -44,6 +45,7 @@ class LayerKind:
 
     window: int = 0  # a token sees the last `window` positions, its own included; 0: all
     rope: Rope = Rope.GLOBAL
+    is_conv: bool = False  # a short convolution instead of attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ class ModelConfig:
     experts_used: int = 1  # by a token
     whole_weights: bool = False  # the weights of the experts that a token uses add up to 1
     ffn_norm: str = "ffn_norm"  # the tensor of the norm before feed forward
+    output_norm: str = "output_norm"  # the tensor of the last norm
+    conv_taps: int = 0  # positions that a short convolution sees, its own included; 0: no layer is one
     biases: bool = False  # every matrix of a layer has one
     sinks: bool = False  # the softmax of a head has one score more, without a value
     temperature: float = 0.0  # queries times 1 + temperature * ln(1 + position // rope_orig_context)
@@ -122,7 +126,7 @@ class ModelConfig:
     @property
     def window(self) -> int:
         """The longest window of a layer; 0: a layer sees all positions."""
-        windows = {kind.window for kind in self.kinds}
+        windows = {kind.window for kind in self.kinds if not kind.is_conv}
         return 0 if 0 in windows else max(windows)
 
     @property
@@ -147,6 +151,24 @@ class ModelConfig:
         """Keys, or values, of all KV heads of one token."""
         return self.kv_heads * self.head_dim
 
+    def mixer_rows(self, kind: LayerKind) -> int:
+        """Rows of the matrix q | k | v of a layer; before a short convolution, of b | c | x."""
+        return 3 * self.dim if kind.is_conv else self.q_width + 2 * self.kv_width
+
+    def mixer_width(self, kind: LayerKind) -> int:
+        """Results of attention, or of a short convolution, of one token."""
+        return self.dim if kind.is_conv else self.q_width
+
+    @property
+    def raw_width(self) -> int:
+        """The most values of a token that a kernel reads between such a matrix and attention, or a convolution."""
+        kinds = (kind for kind in self.kinds if kind.is_conv or self.rotates_apart)
+        return max((self.mixer_rows(kind) for kind in kinds), default=0)
+
+    def cache_heads(self, kind: LayerKind) -> int:
+        """KV heads of a layer. A short convolution keeps half of its inputs as keys and half as values."""
+        return self.dim // (2 * self.head_dim) if kind.is_conv else self.kv_heads
+
     @property
     def hidden_width(self) -> int:
         """Values between the matrices of the feed forward of one token."""
@@ -156,7 +178,7 @@ class ModelConfig:
     def widest(self) -> int:
         """The most values that a token has between two kernels."""
         branches = self.dim * self.experts_used
-        return max(branches, self.q_width, self.hidden_width)
+        return max(branches, self.q_width, self.hidden_width, 3 * self.dim if self.conv_taps else 0)
 
     @property
     def heads_per_kv(self) -> int:
@@ -169,7 +191,8 @@ class ModelConfig:
         arch = keys.arch
         dim = keys.integer("embedding_length", 1 << 24)
         heads = keys.integer("attention.head_count", 1 << 16)
-        kv_heads = keys.integer("attention.head_count_kv", 1 << 16, default=heads)
+        record, layers = ARCHITECTURES[arch], keys.integer("block_count", 4096)
+        kv_heads, convs = _kv_heads(keys, record, heads, layers)
         head_dim = _head_dim(keys, dim, heads)
         if heads % kv_heads:
             raise _bad(f"{heads} attention heads cannot share {kv_heads} key/value heads evenly")
@@ -177,7 +200,8 @@ class ModelConfig:
         if rope_dims % 2:
             raise _bad(f"{arch}.rope.dimension_count is {rope_dims}, which is not even")
         context = keys.integer("context_length", 1 << 28)
-        record, layers = ARCHITECTURES[arch], keys.integer("block_count", 4096)
+        if any(convs) and dim % (2 * head_dim):
+            raise _bad(f"the inputs of a short convolution, {dim}, do not divide into pairs of heads of {head_dim}")
         scaling, factor = _rope_scaling(keys)
         theta = keys.real("rope.freq_base", 1.001, 1e15, default=10_000.0)
         return cls(
@@ -204,7 +228,7 @@ class ModelConfig:
             norm_eps=keys.real("attention.layer_norm_rms_epsilon", 1e-12, 1.0),
             attn_scale=_attn_scale(keys, record, layers, dim, heads, head_dim),
             tied="output.weight" not in tensors,
-            kinds=_kinds(keys, record, layers, context),
+            kinds=_kinds(keys, record, convs, context),
             local_rope_theta=keys.real("rope.freq_base_swa", 1.001, 1e15, default=record.local_theta or theta),
             yarn_log_mul=keys.real("rope.scaling.yarn_log_multiplier", 0.0, 1e3, default=0.0),
             qk_norm=record.qk_norm,
@@ -213,6 +237,8 @@ class ModelConfig:
             activation=record.activation,
             fused_tensors=record.fused_tensors,
             ffn_norm=record.ffn_norm,
+            output_norm=record.output_norm,
+            conv_taps=keys.integer("shortconv.l_cache", MAX_TAPS) if any(convs) else 0,
             biases=record.biases,
             sinks=record.sinks,
             **_experts(keys, record),
@@ -265,6 +291,17 @@ class _Keys:
 
 def _bad(cause: str) -> BadFile:
     return BadFile(cause, REMEDY_REFETCH)
+
+
+def _kv_heads(keys: _Keys, record: Architecture, heads: int, layers: int) -> tuple[int, list[bool]]:
+    """KV heads, and which layers have none and are short convolutions."""
+    counts = keys.get("attention.head_count_kv", heads)
+    if not record.short_convs or not isinstance(counts, np.ndarray):
+        return keys.integer("attention.head_count_kv", 1 << 16, default=heads), [False] * layers
+    found = set(counts.tolist()) - {0} if counts.dtype.kind in "iu" and len(counts) == layers else set()
+    if len(found) != 1 or not 0 < (kv_heads := found.pop()) <= 1 << 16:
+        raise _bad(f"{keys.arch}.attention.head_count_kv, {shown(counts)}, is not 0 or one number for {layers} layers")
+    return kv_heads, [count == 0 for count in counts.tolist()]
 
 
 def _head_dim(keys: _Keys, dim: int, heads: int) -> int:
@@ -320,8 +357,8 @@ def _attn_scale(keys: _Keys, record: Architecture, layers: int, dim: int, heads:
     return 1 / math.sqrt(dim / heads if layers == record.unscaled_layers else head_dim)
 
 
-def _kinds(keys: _Keys, record: Architecture, layers: int, context: int) -> tuple[LayerKind, ...]:
-    window = 0
+def _kinds(keys: _Keys, record: Architecture, convs: list[bool], context: int) -> tuple[LayerKind, ...]:
+    window, layers = 0, len(convs)
     if record.sliding_window:
         window = keys.integer("attention.sliding_window", 1 << 32, default=record.default_window, least=0)
     hidden = [True] * layers  # whether a layer has the window
@@ -329,7 +366,10 @@ def _kinds(keys: _Keys, record: Architecture, layers: int, context: int) -> tupl
         hidden = _window_pattern(keys, record.window_period, layers)
     rotates = not record.may_not_rotate or keys.get("rope.scaling.finetuned", True) is not False
     found = []
-    for i in range(layers):
+    for i, is_conv in enumerate(convs):
+        if is_conv:
+            found.append(LayerKind(rope=Rope.NONE, is_conv=True))
+            continue
         rotated = rotates and (not record.unrotated_period or (i + 1) % record.unrotated_period)
         rope = Rope.LOCAL if record.local_rope and window and hidden[i] else Rope.GLOBAL
         # a window longer than the context hides no position
@@ -381,6 +421,12 @@ def _vocab(metadata: dict[str, Any], tensors: dict[str, RawTensor], dim: int) ->
 
 
 QK_NORMS = ("attn_q_norm", "attn_k_norm")
+CONV_IN, CONV, CONV_OUT = "shortconv.in_proj", "shortconv.conv", "shortconv.out_proj"
+
+
+def is_vector(name: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor stays a vector of f32: a norm, or the taps of a short convolution."""
+    return len(shape) == 1 or name.endswith(f"{CONV}.weight")
 
 
 def norms_of_layer(config: ModelConfig) -> tuple[str, ...]:
@@ -391,30 +437,48 @@ def norms_of_layer(config: ModelConfig) -> tuple[str, ...]:
 
 def norm_tensor(name: str, config: ModelConfig) -> str:
     """The tensor of a norm."""
-    return config.ffn_norm if name == "ffn_norm" else name
+    return {"ffn_norm": config.ffn_norm, "output_norm": config.output_norm}.get(name, name)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a model must have, [n, k]."""
-    c, q, kv = config, config.q_width, config.kv_width
+    """Every tensor that a model must have, [n, k]; taps of a short convolution [dim, taps]."""
+    c = config
+    layers = {kind: _layer_shapes(c, kind) for kind in set(c.kinds)}
+    return {
+        "token_embd.weight": (c.vocab, c.dim),
+        **{f"blk.{i}.{name}": shape for i, kind in enumerate(c.kinds) for name, shape in layers[kind].items()},
+        f"{c.output_norm}.weight": (c.dim,),
+        **({} if c.tied else {"output.weight": (c.vocab, c.dim)}),
+    }
+
+
+def _layer_shapes(config: ModelConfig, kind: LayerKind) -> dict[str, tuple[int, ...]]:
+    """Without `blk.N.`"""
+    c = config
     block: dict[str, tuple[int, ...]] = {norm_tensor(name, c): (c.dim,) for name in norms_of_layer(config)}
-    block |= {"attn_sinks": (c.heads,)} if c.sinks else {}
-    if c.qk_norm is not QkNorm.NONE:
-        block |= {name: (width,) for name, width in zip(QK_NORMS, c.qk_norm_widths, strict=True)}
-    if c.fused_tensors:
-        block |= {"attn_qkv": (q + 2 * kv, c.dim)}
-    else:
-        block |= {"attn_q": (q, c.dim), "attn_k": (kv, c.dim), "attn_v": (kv, c.dim)}
-    block |= {"attn_output": (c.dim, q)} | _feed_forward_shapes(c)
+    block |= _conv_shapes(c) if kind.is_conv else _attention_shapes(c)
+    block |= _feed_forward_shapes(c)
     named = {f"{name}.weight": shape for name, shape in block.items()}
     if c.biases:
         named |= {f"{name}.bias": shape[:-1] for name, shape in block.items() if len(shape) > 1}
-    return {
-        "token_embd.weight": (c.vocab, c.dim),
-        **{f"blk.{i}.{name}": shape for i in range(c.layers) for name, shape in named.items()},
-        "output_norm.weight": (c.dim,),
-        **({} if c.tied else {"output.weight": (c.vocab, c.dim)}),
-    }
+    return named
+
+
+def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    c, q, kv = config, config.q_width, config.kv_width
+    found: dict[str, tuple[int, ...]] = {"attn_sinks": (c.heads,)} if c.sinks else {}
+    if c.qk_norm is not QkNorm.NONE:
+        found |= {name: (width,) for name, width in zip(QK_NORMS, c.qk_norm_widths, strict=True)}
+    if c.fused_tensors:
+        found |= {"attn_qkv": (q + 2 * kv, c.dim)}
+    else:
+        found |= {"attn_q": (q, c.dim), "attn_k": (kv, c.dim), "attn_v": (kv, c.dim)}
+    return found | {"attn_output": (c.dim, q)}
+
+
+def _conv_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    c = config
+    return {CONV: (c.dim, c.conv_taps), CONV_IN: (3 * c.dim, c.dim), CONV_OUT: (c.dim, c.dim)}
 
 
 def _feed_forward_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -444,13 +508,13 @@ def freq_factors_name(config: ModelConfig, tensors: Container[str], context: int
 def used_shapes(config: ModelConfig, tensors: Container[str]) -> dict[str, tuple[int, ...]]:
     """Every tensor that is used: the required ones, and the optional ones that the file has."""
     shapes = tensor_shapes(config)
-    optional = {f"blk.{i}.{name}.bias": f"blk.0.{name}.weight" for i in range(config.layers) for name in BIASES}
+    optional = {f"blk.{i}.{name}.bias": f"blk.{i}.{name}.weight" for i in range(config.layers) for name in BIASES}
     optional = {bias: weight for bias, weight in optional.items() if bias in tensors and weight in shapes}
     shapes |= {bias: shapes[weight][:-1] for bias, weight in optional.items()}
     return shapes | {name: (config.rope_dims // 2,) for name in FREQ_FACTORS if name in tensors}
 
 
-SURPLUS = re.compile(r"blk\.(\d{1,9})\.(?:attn|ffn)_\w{1,40}\.(?:bias|scale)")
+SURPLUS = re.compile(r"blk\.(\d{1,9})\.(?:attn_|ffn_|shortconv\.)\w{1,40}\.(?:bias|scale)")
 
 
 def check_tensors(config: ModelConfig, tensors: dict[str, RawTensor]) -> None:

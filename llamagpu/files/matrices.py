@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamagpu.files.architectures import QkNorm
-from llamagpu.files.config import QK_NORMS, ModelConfig, norm_tensor, norms_of_layer
+from llamagpu.files.config import CONV, CONV_IN, CONV_OUT, QK_NORMS, ModelConfig, norm_tensor, norms_of_layer
 from llamagpu.files.gguf_file import RawTensor
 from llamagpu.files.repack import layout_of, repack, to_f32
 from llamagpu.files.storage import Layout, PackedMatrix, concat, interleave, rope_rows, take_rows
@@ -54,10 +54,14 @@ def layer_of(name: str) -> int | None:
 
 
 def norm_widths(config: ModelConfig) -> dict[str, int]:
-    """Labels and lengths of norm weights and sinks, which stay vectors of f32. Those of q and k are one vector."""
+    """Labels and lengths of norm weights, sinks and taps of short convolutions, which stay vectors of f32. The norms of
+    q and k are one vector."""
     found = {"output_norm": config.dim}
-    for i in range(config.layers):
+    for i, kind in enumerate(config.kinds):
         found |= {f"blk.{i}.{name}": config.dim for name in norms_of_layer(config)}
+        if kind.is_conv:
+            found[f"blk.{i}.conv"] = config.conv_taps * config.dim
+            continue
         if config.qk_norm is not QkNorm.NONE:
             found[f"blk.{i}.qk_norm"] = sum(config.qk_norm_widths)
         if config.sinks:
@@ -66,11 +70,14 @@ def norm_widths(config: ModelConfig) -> dict[str, int]:
 
 
 def norm_values(tensors: Tensors, config: ModelConfig, label: str) -> NDArray[np.float32]:
-    """The weights of a norm, with what they scale beside it."""
+    """The weights of a norm, with what they scale beside it, or another vector of norm_widths."""
     name = label.rpartition(".")[2]
     if name == "qk_norm":
         layer = label.removesuffix(name)
         return np.concatenate([_qk_norm(to_f32(tensors[f"{layer}{each}.weight"]), config) for each in QK_NORMS])
+    if name == "conv":  # [dim, taps] in the file
+        taps = to_f32(tensors[f"{label.removesuffix(name)}{CONV}.weight"]).reshape(config.dim, config.conv_taps)
+        return np.ascontiguousarray(taps.T).reshape(-1)
     values = to_f32(tensors[f"{label.removesuffix(name)}{norm_tensor(name, config)}.weight"])
     if name == "output_norm":
         return values * np.float32(config.logit_scale)
@@ -88,9 +95,13 @@ def matrix_sources(tensors: Tensors, config: ModelConfig, pack: Pack = repack) -
     """Every matrix in the order of use."""
     tensors = split_fused(tensors, config)
     found = [_single(tensors, "token_embd", pack)]
-    for i in range(config.layers):
-        found.append(_qkv(tensors, config, i, pack))
-        found.append(_single(tensors, f"blk.{i}.attn_output", pack))
+    for i, kind in enumerate(config.kinds):
+        if kind.is_conv:  # its matrices are in the places of attention's
+            for label, name in (("qkv", CONV_IN), ("attn_output", CONV_OUT)):
+                found.append(replace(_single(tensors, f"blk.{i}.{name}", pack), label=f"blk.{i}.{label}"))
+        else:
+            found.append(_qkv(tensors, config, i, pack))
+            found.append(_single(tensors, f"blk.{i}.attn_output", pack))
         found += _feed_forward(tensors, config, i, pack)
     if not config.tied:
         found.append(_single(tensors, "output", pack))

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamagpu.errors import BadFile
-from llamagpu.files.config import ModelConfig
+from llamagpu.files.config import ModelConfig, is_vector
 from llamagpu.files.gguf_file import BLOCKS, REMEDY_REFETCH, GgufFile, RawTensor, read_metadata, shown
 from llamagpu.files.matrices import LoadedMatrix, MatrixSource, matrix_sources
 from llamagpu.files.safetensors_file import DTYPES, read_header
@@ -67,9 +67,9 @@ class PackedFile:
 
     def _tensor(self, name: str, ggml_type: str, shape: list[int]) -> RawTensor:
         data = np.zeros(0, np.uint8)
-        if len(shape) == 1:
+        if is_vector(name, shape):
             values = self._array(name, 1, "F32")
-            if ggml_type != "F32" or values.shape != tuple(shape):
+            if ggml_type != "F32" or values.size != prod(shape):
                 raise self._bad(name)
             data = values.view(np.uint8)
         return RawTensor(name, ggml_type, tuple(shape), data)
@@ -88,9 +88,9 @@ class PackedFile:
         """Every matrix in the order of use."""
         c, experts = config, config.experts or 1
         shapes = {"token_embd": (c.vocab, c.dim)}
-        for i in range(c.layers):
-            shapes[f"blk.{i}.qkv"] = c.q_width + 2 * c.kv_width, c.dim
-            shapes[f"blk.{i}.attn_output"] = c.dim, c.q_width
+        for i, kind in enumerate(c.kinds):
+            shapes[f"blk.{i}.qkv"] = c.mixer_rows(kind), c.dim
+            shapes[f"blk.{i}.attn_output"] = c.dim, c.mixer_width(kind)
             inside = experts * c.ffn_dim
             if f"blk.{i}.gate_up.0.words" in self.arrays:
                 shapes[f"blk.{i}.gate_up"] = 2 * inside, c.dim

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from llamagpu.files.config import CONV, CONV_IN, CONV_OUT
 from llamagpu.profile.labels import Box, place_labels
 from llamagpu.profile.profile import Phase, Profile, Total, ceilings, computing, totals
 from llamagpu.profile.report import COLUMNS, cells
@@ -18,6 +19,7 @@ CATEGORIES = {
     "norm": "#aa3377",
     "other": "#999999",
 }
+CONVOLUTION = {CONV_IN: "qkv", CONV: "attention", CONV_OUT: "attn_output"}  # in the place of attention
 WIDTH = 960
 LETTER_WIDTH, TEXT_HEIGHT = 7.0, 14.0  # of names at 12 px, with a margin
 STYLE = """
@@ -83,6 +85,8 @@ def category(op: str) -> str:
         return op
     if op == "rotate":
         return "qkv"
+    if op in CONVOLUTION:
+        return CONVOLUTION[op]
     if op.endswith("norm"):
         return "norm"
     return "feed forward" if op in ("gate_up", "ffn_gate", "ffn_up", "glu_mul", "router") else "other"
