@@ -17,7 +17,7 @@ from reference import assert_close
 from test_fused_decode import drop_stores, fused_of, late_reads, load_steps
 
 from llamagpu.convert.convert import convert, open_source, plan
-from llamagpu.convert.huggingface import window_keys
+from llamagpu.convert.hf_config import window_keys
 from llamagpu.engine import fused_decode, routes
 from llamagpu.engine.fused_check import MAX_NMSE, largest_nmse
 from llamagpu.engine.model import BufferModel
