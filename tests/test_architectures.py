@@ -394,7 +394,7 @@ def test_logits(gpu: Any, expected: Any, name: str) -> None:
     check(load_one(gpu, path), want, LARGEST_NMSE[Precision.HIGH])
 
 
-@pytest.mark.parametrize("name", mostly_slow(("qwen3", "granite", "mistral3"), ("qwen3",)))
+@pytest.mark.parametrize("name", mostly_slow(("qwen3", "granite", "mistral3", "lfm2"), ("qwen3", "lfm2")))
 def test_textures(gpu: Any, expected: Any, name: str) -> None:
     """On a software adapter; the others have parts that textures do not."""
     if not gpu.caps.cpu:

@@ -19,6 +19,7 @@ WITHIN = {
     "attend_texture_values": "attend_texture_scores",
     "quantise_kv": "attend_int8",
     "linear_sum": "linear_gemm_int8",
+    "conv_inputs_texture": "short_conv_texture",
 }
 
 

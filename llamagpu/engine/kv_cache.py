@@ -357,53 +357,59 @@ class TextureKvCache(KvCache):
     """One f32 texture for each layer: a cell is a row; after TEXTURE_ROWS rows the next columns follow."""
 
     textures: list[Texture]
+    texels: list[int]  # of one cell: keys and values, for each layer
     scores: Texture  # [heads, positions] of one token
     spare: Texture  # a page of one layer: no texture can be copied to itself
-
-    @property
-    def texels(self) -> int:
-        """Keys and values of one cell."""
-        return 2 * self.config.kv_width // 4
 
     def _storage(self) -> Items[Bindable]:
         return [*self.textures, self.scores, self.spare]
 
     def _allocate(self) -> None:
-        size = -(-self.capacity // TEXTURE_ROWS) * self.texels, min(self.capacity, TEXTURE_ROWS)
-        self.textures = [self.gpu.texture(*size, f"cache {i}") for i in range(self.config.layers)]
+        self.texels = cell_texels(self.config)
+        columns, rows = -(-self.capacity // TEXTURE_ROWS), min(self.capacity, TEXTURE_ROWS)
+        self.textures = [self.gpu.texture(columns * n, rows, f"cache {i}") for i, n in enumerate(self.texels)]
         vec4s = -(-self.positions // 4)
         width, height = min(vec4s, TEXTURE_ROWS), -(-vec4s // TEXTURE_ROWS) * self.config.heads
         self.scores = self.gpu.texture(width, height, "scores")
-        self.spare = self.gpu.texture(self.texels, PAGE, "spare page")
+        self.spare = self.gpu.texture(max(self.texels), PAGE, "spare page")
 
-    def _at(self, cell: int) -> tuple[int, int]:
-        """Column and row of a cell."""
-        return cell // TEXTURE_ROWS * self.texels, cell % TEXTURE_ROWS
+    def _layers(self) -> Iterator[tuple[Texture, int]]:
+        return zip(self.textures, self.texels, strict=True)
 
     def copy_page(self, source: int, target: int) -> None:
-        copies: list[tuple[Texels, Texels]] = []
-        for texture in self.textures:
-            copies.append(((texture, *self._at(source * PAGE)), (self.spare, 0, 0)))
-            copies.append(((self.spare, 0, 0), (texture, *self._at(target * PAGE))))
-        self.gpu.copy_texels(copies, self.texels, PAGE)
+        for texels in set(self.texels):
+            copies: list[tuple[Texels, Texels]] = []
+            for texture in (texture for texture, own in self._layers() if own == texels):
+                copies.append(((texture, *place(source * PAGE, texels)), (self.spare, 0, 0)))
+                copies.append(((self.spare, 0, 0), (texture, *place(target * PAGE, texels))))
+            self.gpu.copy_texels(copies, texels, PAGE)
 
     def read(self, sequence: Sequence, count: int) -> Iterator[Bytes]:
-        for texture in self.textures:
+        for texture, texels in self._layers():
             for cell, rows in self.runs(sequence, count):
-                x, y = self._at(cell)
-                yield self.gpu.read_texture(texture, x, self.texels, rows, y)
+                x, y = place(cell, texels)
+                yield self.gpu.read_texture(texture, x, texels, rows, y)
 
     def write(self, sequence: Sequence, count: int, take: Callable[[int], Bytes]) -> None:
-        for texture in self.textures:
+        for texture, texels in self._layers():
             for cell, rows in self.runs(sequence, count):
-                data = take(TEXEL_BYTES * self.texels * rows).view(np.uint32)
-                self.gpu.write_texture(texture, data.reshape(rows, self.texels, 4), *self._at(cell))
+                data = take(TEXEL_BYTES * texels * rows).view(np.uint32)
+                self.gpu.write_texture(texture, data.reshape(rows, texels, 4), *place(cell, texels))
 
     def clear(self, sequence: Sequence, first: int) -> None:
         for cell, rows in self.own_runs(sequence, first):
-            zeros = np.zeros((rows, self.texels, 4), np.uint32)
-            for texture in self.textures:
-                self.gpu.write_texture(texture, zeros, *self._at(cell))
+            for texture, texels in self._layers():
+                self.gpu.write_texture(texture, np.zeros((rows, texels, 4), np.uint32), *place(cell, texels))
+
+
+def place(cell: int, texels: int) -> tuple[int, int]:
+    """Column and row of a cell of a cache texture."""
+    return cell // TEXTURE_ROWS * texels, cell % TEXTURE_ROWS
+
+
+def cell_texels(config: ModelConfig) -> list[int]:
+    """Texels of keys and values of one position, for each layer."""
+    return [2 * size // TEXEL_BYTES for size in cell_sizes(config, KvType.F32)]
 
 
 def layer_kv_type(kind: LayerKind, kv_type: KvType) -> KvType:
@@ -425,7 +431,7 @@ def position_bytes(config: ModelConfig, kv_type: KvType) -> int:
 def most_cells(config: ModelConfig, kv_type: KvType, backend: Backend, gpu: Gpu) -> int:
     """Cells that bindings and textures of the adapter can hold, in whole pages."""
     if backend is Backend.TEXTURES:
-        return gpu.limits["max-texture-dimension-2d"] * 4 // (2 * config.kv_width) * TEXTURE_ROWS
+        return gpu.limits["max-texture-dimension-2d"] // max(cell_texels(config)) * TEXTURE_ROWS
     int8 = config.kv_heads * routes.int8_position_bytes(config.head_dim)
     return gpu.caps.binding_bytes // max(int8, *cell_sizes(config, kv_type)) // PAGE * PAGE
 

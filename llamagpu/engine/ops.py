@@ -713,6 +713,15 @@ class Ops:
         """y = scale * x."""
         return self._row_wise(routes.TEXTURE_SCALE, {"x": x, "y": y}, width, m, {"SCALE": scale})
 
+    def texture_short_conv(
+        self, x: Texture, taps: Bindable, cache: Texture, y: Texture, width: int, count: int, m: int
+    ) -> list[Dispatch]:
+        """From rows b | c | x to y. `taps`: so many; `cache`: of the layer, for its inputs."""
+        bindings: dict[str, Bindable] = {"x": x, "cache": cache}
+        inputs = self._row_wise(routes.TEXTURE_CONV_INPUTS, bindings, width, m)
+        bindings |= {"w": taps, "y": y}
+        return [inputs, self._row_wise(routes.TEXTURE_SHORT_CONV, bindings, width, m, {"TAPS": count})]
+
     def texture_silu_mul(self, gate: Texture, up: Texture, y: Texture, width: int, m: int) -> Dispatch:
         return self._row_wise(routes.TEXTURE_SILU_MUL[0], {"y": y, "gate": gate, "up": up}, width, m)
 

@@ -1686,6 +1686,12 @@ TEXTURE_EMBED: Table[Linear] = (
 
 TEXTURE_ROTATE = replace(ROTATE, kernel="rotate_texture", one_vector=True)
 
+TEXTURE_CONV_INPUTS: Route[RowWise] = Route("conv_inputs_texture", lambda s, c: True, "-", texels_grid, one_vector=True)
+
+TEXTURE_SHORT_CONV: Route[RowWise] = Route(
+    "short_conv_texture", lambda s, c: True, "-", texels_grid, (Role.PAGES,), one_vector=True
+)
+
 TEXTURE_SCALE: Route[RowWise] = Route("scale_texture", lambda s, c: True, "-", texels_grid, one_vector=True)
 
 TEXTURE_SILU_MUL: Table[RowWise] = (Route("silu_mul_texture", lambda s, c: True, "-", texels_grid, one_vector=True),)

@@ -18,7 +18,7 @@ from llamagpu.engine.options import Settings
 from llamagpu.engine.routes import Epilogue, Prologue
 from llamagpu.engine.weights import Layer, Matrix, Weights
 from llamagpu.files.architectures import Activation
-from llamagpu.files.config import ModelConfig
+from llamagpu.files.config import CONV, CONV_IN, CONV_OUT, ModelConfig
 from llamagpu.gpu.buffers import Bindable, Texture
 from llamagpu.gpu.device import Dispatch, Gpu
 
@@ -27,7 +27,7 @@ def suits_textures(config: ModelConfig) -> bool:
     """Whether the architecture has only what kernels on textures can do."""
     c = config
     soft_caps = c.attn_soft_cap or c.logit_soft_cap
-    plain = c.norms_before and not c.norms_after and not soft_caps and not c.experts and not c.conv_taps
+    plain = c.norms_before and not c.norms_after and not soft_caps and not c.experts
     return plain and c.activation is Activation.SILU
 
 
@@ -47,9 +47,8 @@ class TextureModel(Model):
         self.h = gpu.texture(max(c.dim, c.q_width) // 4, rows, "h")  # [m, dim] normalised; attended
         self.q = gpu.texture(c.q_width // 4, rows, "q")  # [m, heads, head_dim] rotated queries
         self.act = gpu.texture(c.ffn_dim // 4, rows, "act")  # [m, ffn] silu(gate) * up
-        self.raw: Texture | None = None  # [m, q | k | v] before `rotate_texture`
-        if c.rotates_apart:
-            self.raw = gpu.texture((c.q_width + 2 * c.kv_width) // 4, rows, "raw")
+        # [m, q | k | v] before `rotate_texture`, [m, b | c | x] before a short convolution
+        self.raw = gpu.texture(c.raw_width // 4, rows, "raw") if c.raw_width else None
         self.gate: Texture | None = None  # [m, ffn] each, where gate and up have different types
         self.up: Texture | None = None
         if any(len(layer.gate_up) > 1 for layer in weights.layers):
@@ -92,11 +91,34 @@ class TextureModel(Model):
         return dispatches
 
     def layer(self, i: int, layer: Layer, cache: Texture, m: int, segments: int) -> list[Dispatch]:
+        is_conv = self.config.kinds[i].is_conv
+        mixed = self.short_conv(i, layer, cache, m) if is_conv else self.attend(i, layer, cache, m, segments)
+        to_mid = Output(Epilogue.TEXTURE_ADD, {"base": self.x, "y": self.mid})
+        to_x = Output(Epilogue.TEXTURE_ADD, {"base": self.mid, "y": self.x})
+        out = CONV_OUT if is_conv else "attn_output"
+        return [
+            *mixed,
+            *tagged(self.linear(self.h, layer.attn_output, m, to_mid), out, i),
+            *self.feed_forward(i, layer, m),
+            *tagged(self.linear(self.act, layer.ffn_down, m, to_x), "ffn_down", i),
+        ]
+
+    def short_conv(self, i: int, layer: Layer, cache: Texture, m: int) -> list[Dispatch]:
+        """A short convolution in the place of attention."""
+        c = self.config
+        assert self.raw is not None and layer.conv is not None
+        to_raw = Output(Epilogue.TEXTURE_STORE, {"y": self.raw})
+        conv = self.ops.texture_short_conv(self.raw, layer.conv, cache, self.h, c.dim, c.conv_taps, m)
+        linear = self.norm_linears(i, "attn_norm", self.x, layer.attn_norm, [(CONV_IN, layer.qkv, to_raw)], m)
+        return [*linear, *tagged(conv, CONV, i)]
+
+    def attend(self, i: int, layer: Layer, cache: Texture, m: int, segments: int) -> list[Dispatch]:
         c, kind = self.config, self.config.kinds[i]
         consts: Consts = ops.head_consts(c) | {"ROPE_DIMS": ops.rope_dims(c, kind)}
         buffers: dict[str, Bindable] = {"y": self.q, "cache": cache, "rope": self.cache.rope(kind)}
         to_qkv, rotate = Output(Epilogue.TEXTURE_QKV, buffers, consts), list[Dispatch]()
-        if self.raw is not None:
+        if c.rotates_apart:
+            assert self.raw is not None
             to_qkv = Output(Epilogue.TEXTURE_STORE, {"y": self.raw})
             unused = layer.attn_norm
             assert unused is not None
@@ -104,15 +126,10 @@ class TextureModel(Model):
             rotate = [self.ops.rotate_texture(c, kind, bound, m)]
         shape = attention_shape(c, m, segments=segments, kind=kind)
         attention = self.ops.attend_textures(shape, self.q, cache, self.cache.scores, self.h)
-        to_mid = Output(Epilogue.TEXTURE_ADD, {"base": self.x, "y": self.mid})
-        to_x = Output(Epilogue.TEXTURE_ADD, {"base": self.mid, "y": self.x})
         return [
             *self.norm_linears(i, "attn_norm", self.x, layer.attn_norm, [("qkv", layer.qkv, to_qkv)], m),
             *tagged(rotate, "rotate", i),
             *tagged(attention, "attention", i),
-            *tagged(self.linear(self.h, layer.attn_output, m, to_mid), "attn_output", i),
-            *self.feed_forward(i, layer, m),
-            *tagged(self.linear(self.act, layer.ffn_down, m, to_x), "ffn_down", i),
         ]
 
     def head(self, segments: int) -> list[Dispatch]:

@@ -57,6 +57,7 @@ def texture_cases(gpu: Gpu) -> Iterator[Case]:
     yield Case("embed_texture", WEIGHTS[0].name, partial(embed, gpu), COPIED)
     yield Case("silu_mul_texture", "width 128, m 5", partial(texture_silu_mul, gpu))
     yield Case("scale_texture", "width 128, m 5", partial(texture_scale, gpu))
+    yield Case("short_conv_texture", "width 36, 3 taps, m 3", partial(short_conv, gpu))
     yield Case("rotate_texture", "3 heads of 16, 2 kv, m 3", partial(texture_rotate, gpu))
 
 
@@ -129,6 +130,19 @@ def embed(gpu: Gpu) -> Answer:
     make = Ops(gpu, step.buffer)
     run(gpu, make.embed(texture_matrix(gpu, packed), y, len(ids), routes.TEXTURE_EMBED), len(ids))
     return read_rows(gpu, y), rows_of(packed, np.array(ids))
+
+
+def short_conv(gpu: Gpu) -> Answer:
+    """Three rows from position 1 on; the first ones read the inputs of the row before, and where there is none."""
+    rng = random("short_conv")
+    x, taps, before = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 3, 36), (3, 36), (1, 36)))
+    b, c, last = np.moveaxis(x.astype(np.float64), 1, 0)
+    cache, y, make = upload_rows(gpu, np.pad(before, ((0, 3), (0, 0)))), gpu.texture(9, 3, "y"), ops_at(gpu, 3, 1, 4)
+    bound = upload_rows(gpu, x.reshape(3, -1)), upload_rows(gpu, taps.reshape(1, -1)), cache, y
+    run(gpu, make.texture_short_conv(*bound, 36, 3, 3), 3, 1)
+    inputs = np.concatenate([np.zeros((1, 36)), before, b * last])
+    want = np.array([c[i] * (taps * inputs[i : i + 3]).sum(axis=0) for i in range(3)])
+    return np.concatenate([read_rows(gpu, y), read_rows(gpu, cache)]), np.concatenate([want, inputs[1:]])
 
 
 def texture_silu_mul(gpu: Gpu) -> Answer:
