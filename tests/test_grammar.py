@@ -42,6 +42,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "scalars": {"enum": [None, True, False, 1.5, -3, "x", 'quote "', "line\nend", "\u00df\u4e2d", [1, {"k": None}]]},
     "union": {"anyOf": [{"type": "null"}, SHORT, {"type": "number", "minimum": -1, "maximum": 1}]},
     "tuple": {"type": "array", "prefixItems": [SHORT, {"const": 7}], "items": False, "minItems": 2},
+    "controls": {"enum": ["a\tb\n\u0080", {"k\u0001": 1}]},
+    "classes": {"type": "string", "pattern": r"^[^\x00-\x1f]\t[\x01-\x03c]\\x03$"},
     "date": {"type": "string", "format": "date"},
     "length": {"type": "string", "minLength": 2, "maxLength": 4},
     "map": {"type": "object", "additionalProperties": {"type": "integer", "minimum": -9, "maximum": 9}},
@@ -236,6 +238,26 @@ def test_a_wrong_grammar_is_refused(name: str) -> None:
 def test_a_grammar_that_no_text_matches(llama: Llama, schema: dict[str, Any]) -> None:
     with pytest.raises(BadArgument, match="no text can match"):
         llama.generate("a", grammar=Grammar.json_schema(schema))
+
+
+CONTROLS = ("\u0007", "\u001f", "\u007f", "x\u0000y")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({"const": f"a{text}b"} for text in CONTROLS),
+        *({"properties": {"p": {"enum": [1, {"q": [text]}]}}} for text in CONTROLS),
+        *({"anyOf": [{"type": "string", "pattern": f"^a{text}b$"}]} for text in CONTROLS),
+        *({"pattern": f"^a{text}b$"} for text in (r"\x03", r"\x1e", r"\u001F", r"\x{7}", r"\x{01f}", r"\a", r"\v")),
+        {"pattern": r"^a[\x03]b$"},
+        {"patternProperties": {r"^a\x7f$": {}}},
+    ],
+    ids=str,
+)
+def test_control_characters_that_would_be_left_out_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(BadArgument, match="a string of it must have a control character"):
+        Grammar.json_schema(schema)
 
 
 def test_a_grammar_that_becomes_too_complex(llama: Llama) -> None:

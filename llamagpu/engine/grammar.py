@@ -26,6 +26,12 @@ JSON_OPTIONS = {
     "json_allowed_escapes": 'bfnrt"\\',
 }
 REMEDY = "correct or simplify it"
+# Control characters that JSON writes as \u. No text has them, and llguidance leaves them out of what a string must be.
+CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+CONTROL_IN_PATTERN = re.compile(
+    CONTROL.pattern + r"|\\(?:(?:x|u00|x\{0*)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|x\{0*[0-7bBeEfF]\}|[av])"
+)
+ESCAPED_BACKSLASH, CLASS = re.compile(r"\\\\"), re.compile(r"\[((?:\\.|[^\]\\])*)\]")
 LARK_RULE = re.compile(r"^\s*(%llguidance\b|start\b[^:\n]*:(?!:))", re.M)  # GBNF has neither
 T = TypeVar("T")
 UNMATCHED = "NoExtensionBias"  # what llguidance says when no text can match
@@ -61,6 +67,7 @@ class Grammar:
         check_argument("schema", value, isinstance(value, dict), expected)
         _check_size(text)
         _check_counts(value)
+        _check_controls(value)
         try:
             source = _llguidance().LLMatcher.grammar_from_json_schema(text, JSON_OPTIONS)
         except ValueError as error:
@@ -275,6 +282,35 @@ def _check_counts(schema: object) -> None:
             found += value.values()
         elif isinstance(value, list):
             found += value
+
+
+def _check_controls(schema: object) -> None:
+    """Refuse values and patterns that must have a control character, which would be left out. A class has others."""
+    found = [schema]
+    for value in found:
+        if isinstance(value, dict):
+            patterns = [value.get("pattern"), *(value.get("patternProperties") or ())]
+            plain = (CLASS.sub(_only, ESCAPED_BACKSLASH.sub("", each)) for each in patterns if isinstance(each, str))
+            exact = _strings([value.get("const"), value.get("enum")])
+            if any(map(CONTROL_IN_PATTERN.search, plain)) or any(map(CONTROL.search, exact)):
+                cause = "the JSON schema cannot be used: a string of it must have a control character"
+                raise BadArgument(cause, REMEDY)
+            found += value.values()
+        elif isinstance(value, list):
+            found += value
+
+
+def _only(found: re.Match[str]) -> str:
+    """What a class of one control character stands for."""
+    return found[1] if CONTROL_IN_PATTERN.fullmatch(found[1]) else ""
+
+
+def _strings(values: list[Any]) -> list[str]:
+    """All strings in JSON values, but keys."""
+    found = list(values)
+    for value in found:
+        found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [value for value in found if isinstance(value, str)]
 
 
 def _plain_characters(text: str) -> str:
