@@ -468,7 +468,7 @@ class Llama:
         logprobs: int | None = None,
         progress: Progress | None = None,
     ) -> "list[Generation]":
-        """Queue `n` generations of one prompt, which is computed once. The rest is as for `generate`.
+        """Queue `n` generations of one prompt, whose pages of 64 tokens are computed once; else as `generate`.
 
         They run while anybody waits for a token, of these or of others, in this thread or another: iterate them in any
         order, and end any of them with `close`. With a seed, the i-th has seed + i. More than the queue holds are
@@ -733,7 +733,8 @@ class Generation(Iterator[Token]):
         self._time(id is not None)
         if id is None:
             self._check_ended()  # another thread has closed it
-            self.finish_reason = "length" if self.max_tokens == 0 else "context"  # or the cache was full
+            if not self.finish_reason:  # another thread may have taken the last token
+                self.finish_reason = "length" if self.max_tokens == 0 else "context"  # or the cache was full
             return None
         return self._accept(id, self._request)
 

@@ -20,7 +20,15 @@ from llamagpu.engine.options import Backend, EngineOptions
 from llamagpu.engine.sampler import HostSampler
 from llamagpu.engine.scheduler import Flight, Request, Scheduler, State
 from llamagpu.engine.sequence import Sequence
-from llamagpu.errors import BadArgument, DoesNotFit, GrammarFailed, NumericCheckFailed, Overloaded, WrongState
+from llamagpu.errors import (
+    BadArgument,
+    DoesNotFit,
+    GrammarFailed,
+    LlamaGpuError,
+    NumericCheckFailed,
+    Overloaded,
+    WrongState,
+)
 
 NAN_ID = 77
 
@@ -263,6 +271,22 @@ def test_what_cannot_fit_is_refused_at_once(path, gpu):
     scheduler = Scheduler(load(path, gpu).engine)
     with pytest.raises(DoesNotFit, match="300 prompt tokens"):
         scheduler.submit(Request([5] * 300, GREEDY, 1))
+
+
+def test_a_request_that_can_never_begin_fails(path, gpu):
+    """Where a fault has lost a slot: it does not wait for ever."""
+    scheduler = Scheduler(load(path, gpu, parallel=1).engine)
+    scheduler.slots.clear()
+    scheduler.submit(Request([1, 2], GREEDY, 1))
+    with pytest.raises(LlamaGpuError, match="the next one finds no slot or no pages"):
+        scheduler.step()
+
+
+def test_a_step_has_a_row_for_each_of_many_sequences(path, gpu):
+    """More than the rows of a step on a software adapter."""
+    loaded = load_model(path, EngineOptions(context=64, parallel=40), gpu=gpu)
+    assert loaded.settings.slots == 40 and loaded.settings.chunk >= 40
+    loaded.engine.free()
 
 
 def test_threads_take_turns():

@@ -69,7 +69,7 @@ def bench(
         ),
     ] = None,
     shared_prompt: Annotated[
-        bool, typer.Option("-pps", "--shared-prompt", help="With --parallel: all sequences begin with one prompt.")
+        bool, typer.Option("-pps", "--shared-prompt", help="With --parallel: one prompt, shared in pages of 64.")
     ] = False,
     batch: Annotated[Names, typer.Option("-b", "--batch-size", help="Upper limit of -ub (default: 2048).")] = None,
     ubatch: Annotated[

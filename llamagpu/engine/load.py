@@ -162,9 +162,10 @@ def resolve(options: EngineOptions, source: ModelSource, gpu: Gpu) -> Settings:
     if options.kv_sequences > 1 and not (options.kv_positions or options.kv_memory):
         held = positions_in(replace(options, context=None), c, kv_type, backend, gpu)
         capacity = max(context, min(options.kv_sequences * context, held))
-    chunk = options.chunk or routes.default_chunk(caps, precision is Precision.FAST, textures)
+    # a step has a row of every sequence that decodes
+    chunk = options.chunk or max(routes.default_chunk(caps, precision is Precision.FAST, textures), options.parallel)
     chunk = min(chunk, capacity, context * options.parallel)
-    slots = min(options.parallel, chunk)  # a step has a row of every sequence that decodes
+    slots = min(options.parallel, chunk)
     return Settings(precision, kv_type, backend, chunk, context, capacity, slots)
 
 

@@ -29,7 +29,7 @@ from llamagpu.engine.pages import PAGE
 from llamagpu.engine.sampler import HostSampler, Sampling, Scores, not_finite, score
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import MAX_SEGMENTS, Segment
-from llamagpu.errors import DeviceLost, DoesNotFit, NumericCheckFailed, Overloaded
+from llamagpu.errors import DeviceLost, DoesNotFit, LlamaGpuError, NumericCheckFailed, Overloaded
 from llamagpu.gpu.buffers import AnyBuffer
 from llamagpu.gpu.device import check_process, map_device_lost
 from llamagpu.gpu.recorder import Pending, Plan, Step
@@ -255,7 +255,11 @@ class Scheduler:
         self._drop_cancelled()
         self._admit()
         if not self.running:
+            idle = self.flight is None
             self._land()
+            if self.waiting and idle:  # nothing would ever change that
+                cause = "no request runs, and the next one finds no slot or no pages"
+                raise LlamaGpuError(cause, "load the model again; this is a fault of llamagpu, or alone() is under way")
             return
         if self._steady():
             self._decode_ahead()
@@ -610,9 +614,11 @@ class Scheduler:
         sampler, slot, position = self.engine.model.sampler, request.sequence.slot, len(request.sequence)
         token, logit = sampler.token(words, slot, position)
         if not math.isfinite(logit):
+            limited = request.matcher or request.sampling.logit_bias
             raise NumericCheckFailed(
                 "no token can be sampled: every logit is NaN or not allowed, or one is infinite",
-                "the file may be damaged: fetch it again; or try --precision high",
+                ("grammar and logit bias may leave none: allow more; or " if limited else "")
+                + "the file may be damaged: fetch it again; or try --precision high",
             )
         if request.logprobs is not None:
             request.scores.append(sampler.token_scores(words, slot, position, request.logprobs))
