@@ -17,7 +17,7 @@ from reference import assert_close
 from test_fused_decode import drop_stores, fused_of, late_reads, load_steps
 
 from llamagpu.convert.convert import convert, open_source, plan
-from llamagpu.convert.hf_config import window_keys
+from llamagpu.convert.hf_config import find_architecture, read_metadata, window_keys
 from llamagpu.engine import fused_decode, routes
 from llamagpu.engine.fused_check import MAX_NMSE, largest_nmse
 from llamagpu.engine.model import BufferModel
@@ -324,7 +324,11 @@ MODELS: dict[str, Tiny] = {
     ),
     "lfm2, ragged": Tiny(
         "lfm2",
-        {"shortconv.l_cache": 4, "attention.head_count_kv": np.array([4, 0, 0], np.int32)},
+        {
+            "shortconv.l_cache": 4,
+            "attention.head_count_kv": np.array([4, 0, 0], np.int32),
+            "attention.sliding_window": 7,
+        },
         **RAGGED | {"heads": 4, "kv_heads": 4, "layers": 3},
     ),
     "gpt-oss": Tiny(
@@ -715,6 +719,73 @@ def test_convolutions_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[
         check_tensors(ModelConfig.from_gguf(metadata, file.tensors), file.tensors)
 
 
+LFM2_LAYERS = ["conv", "full_attention", "conv", "conv", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"norm_eps": 1e-6}, {"attention.layer_norm_rms_epsilon": 1e-6}),
+        ({"layer_types": None, "full_attn_idxs": [0, 4]}, {"attention.head_count_kv": [1, 0, 0, 0, 1]}),
+        ({"layer_types": None}, {"attention.head_count_kv": [1] * 5}),
+        ({"block_ff_dim": None, "intermediate_size": 512}, {"feed_forward_length": 384}),  # 341, rounded up
+        ({"block_ffn_dim_multiplier": 1.3}, {"feed_forward_length": 256}),  # 221
+        ({"block_auto_adjust_ff_dim": False}, {"feed_forward_length": 255}),
+        ({"theta": 5e5}, {"rope.freq_base": 5e5}),
+        ({"rope_parameters": {"rope_theta": 2e6, "rope_type": "default"}}, {"rope.freq_base": 2e6}),
+        ({"conv_L_cache": 4}, {"shortconv.l_cache": 4}),
+    ],
+    ids=str,
+)
+def test_fields_of_lfm2(changes: dict[str, Any], keys: dict[str, Any]) -> None:
+    hf = {k: v for k, v in (MODELS["lfm2"].hf_config() | changes).items() if v is not None}
+    record, config = find_architecture(hf)
+    found = read_metadata(config, record, "tiny")
+    assert {key: np.asarray(found[f"lfm2.{key}"]).tolist() for key in keys} == keys
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "cause"),
+    [
+        ({"layer_types": [*LFM2_LAYERS[:4], "mamba"]}, Unsupported, "layers of type .mamba. are not supported"),
+        ({"layer_types": LFM2_LAYERS[:4]}, BadFile, "layer_types is an array of 4, and there are 5 layers"),
+        ({"conv_L_cache": 3.7}, BadFile, "conv_L_cache is 3.7"),
+        ({"block_auto_adjust_ff_dim": "false"}, BadFile, "not true or false"),
+        ({"architectures": ["Lfm2BidirectionalModel"]}, Unsupported, "whose tokens see later ones"),
+    ],
+    ids=str,
+)
+def test_fields_of_lfm2_that_are_refused(changes: dict[str, Any], error: type, cause: str) -> None:
+    with pytest.raises(error, match=cause):
+        record, config = find_architecture(MODELS["lfm2"].hf_config() | changes)
+        read_metadata(config, record, "tiny")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_lfm2_says_in_a_field_of_its_own_whether_it_is_tied(tmp_path: Path, tied: bool) -> None:
+    tiny = replace(MODELS["lfm2"], tied=tied)
+    original = GgufFile(tiny.write(tmp_path / "m.gguf"))
+    hf = tiny.hf_config() | {"tie_word_embeddings": not tied, "tie_embedding": tied}
+    weights = hf_weights(original, ModelConfig.from_gguf(original.metadata, original.tensors))
+    assert ("output.weight" in open_source(str(hf_folder(tmp_path / "tiny", hf, weights))).tensors) is not tied
+
+
+def test_models_that_do_not_only_predict_are_refused(tmp_path: Path) -> None:
+    """Of embeddings: tokens see later ones, or a matrix follows the output."""
+    file = GgufFile(MODELS["lfm2"].write(tmp_path / "m.gguf"))
+    config = ModelConfig.from_gguf(file.metadata | {"lfm2.attention.causal": True}, file.tensors)
+    with pytest.raises(Unsupported, match="a lfm2 model whose tokens see later ones"):
+        ModelConfig.from_gguf(file.metadata | {"lfm2.attention.causal": False}, file.tensors)
+    with pytest.raises(Unsupported, match=r"a lfm2 model with .dense_2\.weight. is not"):
+        check_tensors(config, file.tensors | {"dense_2.weight": file.tensors["token_embd.weight"]})
+
+
+def test_the_widest_row_is_that_of_a_convolution(tmp_path: Path) -> None:
+    """Its step is no larger than a binding."""
+    file = GgufFile(replace(MODELS["lfm2"], ffn=128).write(tmp_path / "m.gguf"))
+    assert ModelConfig.from_gguf(file.metadata, file.tensors).widest == 3 * 128
+
+
 def test_gemma_2_has_a_window_where_the_file_has_none(tmp_path: Path) -> None:
     file = GgufFile(MODELS["gemma2"].write(tmp_path / "m.gguf", "F32"))
     del file.metadata["gemma2.attention.sliding_window"]
@@ -763,11 +834,12 @@ def test_fused_rows_with_qk_norm(fused_gpu: Any, expected: Any, monkeypatch: pyt
 
 
 @WGPU
-def test_fused_decode_with_a_q8_0_cache(fused_gpu: Any, expected: Any) -> None:
-    """Attention normalises, rotates and quantises the row's own key."""
-    path, want = expected("qwen3")
+@pytest.mark.parametrize(("name", "kernels"), [("qwen3", 1), ("lfm2", MIXED)])
+def test_fused_decode_with_a_q8_0_cache(fused_gpu: Any, expected: Any, name: str, kernels: int) -> None:
+    """Attention normalises, rotates and quantises the row's own key. The inputs of convolutions are f16."""
+    path, want = expected(name)
     run = load_steps(fused_gpu, path, kv_type=KvType.Q8_0)
-    assert fused_kernels(run) == 1 and len(fused_of(run).stages([0, 1])) == 5
+    assert fused_kernels(run) == kernels and len(fused_of(run).stages([1])) == 5
     check(run, want, LARGEST_NMSE[Precision.FAST])
 
 

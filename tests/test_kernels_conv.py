@@ -18,7 +18,7 @@ DTYPES = {KvType.F16: np.float16, KvType.F32: np.float32}
 BOUNDS = {Inputs.F32: F32, Inputs.INT8: REQUANTISED, Inputs.F16: ROUNDED_F16}
 CONV = LayerKind(rope=Rope.NONE, is_conv=True)
 # Rows whose positions before are in the step, in the cache, in another page, and before the text
-SEGMENTS = (segment(2, 64, 1), segment(0, 0, 4), segment(1, 62, 5))
+SEGMENTS = (segment(2, 64, 1), segment(0, 0, 8), segment(1, 62, 5))
 
 
 @covers("short_conv")

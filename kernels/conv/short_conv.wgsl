@@ -1,9 +1,10 @@
 // A gated short convolution, in layers without attention: from the rows b | c | x of a token to
 // y[m, DIM] = c * (the sum over j < TAPS of w[j] * (b * x), of the position TAPS - 1 - j before).
 // b * x goes into the row's cell of the KV cache, as kv_store does it, for later steps. That of a row of the same step is
-// computed again, and rounded as it is stored: the numbers of a text do not depend on its steps.
+// computed again, and rounded as it is stored: a result does not depend on which rows share its step.
 // Eight values per invocation, grid folded over x and y. Writes f32, or blocks with TO_BLOCKS.
-// Needs DIM % 2 == 0, for blocks DIM % 32 == 0. Parts: f16, blocks_*, pages, kv_store_*, kv_load_*; grid_barrier (or unfused).
+// Needs DIM == 2 * KV_HEADS * HEAD_DIM, for blocks DIM % 32 == 0, and one segment for each sequence. Parts: f16, blocks_*, pages,
+// kv_store_*, kv_load_*; grid_barrier (or unfused).
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const DIM: u32 = 2u;
@@ -18,11 +19,6 @@ const WORKGROUP: u32 = 64u;
 @group(0) @binding(6) var<storage, read> w: array<vec2<f32>>;  // [layers, TAPS, DIM]
 @group(0) @binding(8) var<uniform> step: Step;
 fn gated(b: u32) -> vec2<f32> { return x[b] * x[b + DIM]; }
-fn gated_before(base: u32, token: u32, row: Row, back: u32, dim: u32) -> vec2<f32> {
-  if (back > row.position) { return vec2<f32>(); }
-  if (back <= token && step.row[token - back].slot == row.slot) { return stored_pair(gated(base + ((token - back) * 3u * DIM + dim) / 2u)); }
-  return load_pair(cell_of(row.slot, row.position - back), dim);
-}
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) workgroups: vec3<u32>,
         @builtin(local_invocation_index) index: u32) {
@@ -31,17 +27,31 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let token = i / RUNS;
   let row = step.row[token];
   let base = opaque_zero() + layer() * (TOKENS * 3u * DIM + LINE_PADDING) / 2u;
+  let taps = layer() * TAPS * DIM / 2u;
   var v = array<vec2<f32>, 4>();
   for (var p = 0u; p < 4u; p++) {
     let dim = i % RUNS * 8u + 2u * p;
     if (dim >= DIM) { continue; }
-    let tap = (layer() * TAPS * DIM + dim) / 2u;
-    let b = base + (token * 3u * DIM + dim) / 2u;
-    let own = gated(b);
-    v[p] = own * w[tap + (TAPS - 1u) * DIM / 2u];
-    for (var back = 1u; back < TAPS; back++) { v[p] += gated_before(base, token, row, back, dim) * w[tap + (TAPS - 1u - back) * DIM / 2u]; }
-    v[p] *= x[b + DIM / 2u];
+    let own = gated(base + (token * 3u * DIM + dim) / 2u);
+    v[p] = own * w[taps + ((TAPS - 1u) * DIM + dim) / 2u];
     if (run == i) { store_pair(token, row.cell, dim, own); }
+  }
+  for (var back = 1u; back < min(TAPS, row.position + 1u); back++) {
+    let in_step = back <= token && step.row[token - back].slot == row.slot;
+    var cell = 0u;
+    if (!in_step) { cell = cell_of(row.slot, row.position - back); }
+    for (var p = 0u; p < 4u; p++) {
+      let dim = i % RUNS * 8u + 2u * p;
+      if (dim >= DIM) { continue; }
+      var before = vec2<f32>();
+      if (in_step) { before = stored_pair(gated(base + ((token - back) * 3u * DIM + dim) / 2u)); } else { before = load_pair(cell, dim); }
+      v[p] += before * w[taps + ((TAPS - 1u - back) * DIM + dim) / 2u];
+    }
+  }
+  for (var p = 0u; p < 4u; p++) {
+    let dim = i % RUNS * 8u + 2u * p;
+    if (dim >= DIM) { continue; }
+    v[p] *= x[base + (token * 3u * DIM + DIM + dim) / 2u];
     if (run == i && !TO_BLOCKS) {
       let at = layer() * (TOKENS * DIM + LINE_PADDING) + token * DIM + dim;
       y[at] = bitcast<u32>(v[p].x);

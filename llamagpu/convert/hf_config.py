@@ -63,6 +63,8 @@ def find_architecture(config: dict[str, Any]) -> tuple[Architecture, dict[str, A
     if record is None:
         raise Unsupported(f"architecture {shown(config.get('model_type'))} is not supported", REMEDY_ARCHITECTURE)
     config = {**record.hf_defaults, **config}
+    if record.short_convs:
+        config = conv_config(config)
     check_features(config, record)
     return record, config
 
@@ -77,6 +79,9 @@ def check_features(config: dict[str, Any], record: Architecture) -> None:
     period = record.unrotated_period
     if rotated is not None and list(rotated) != [int(not period or (i + 1) % period > 0) for i in range(len(rotated))]:
         raise Unsupported("layers without RoPE in another order are not supported", REMEDY_ARCHITECTURE)
+    architectures = config.get("architectures")
+    if config.get("use_bidirectional_attention") or "Bidirectional" in str(architectures):
+        raise Unsupported(f"a {record.name} model whose tokens see later ones is not supported", REMEDY_ARCHITECTURE)
     if config.get("use_sliding_window") and not record.sliding_window:
         raise Unsupported(f"a {record.name} model with a sliding window is not supported", REMEDY_ARCHITECTURE)
     if record.experts is not Experts.NONE:
@@ -112,8 +117,6 @@ def read_metadata(config: dict[str, Any], record: Architecture, name: str) -> di
             raise BadFile(cause, REMEDY_REFETCH)
         return value
 
-    if record.short_convs:
-        config = conv_config(config)
     heads = integer("num_attention_heads")
     head_dim = integer("head_dim", integer("hidden_size") // heads)
     keys: dict[str, Any] = {
@@ -145,7 +148,10 @@ def read_metadata(config: dict[str, Any], record: Architecture, name: str) -> di
         width = integer("moe_intermediate_size", integer("intermediate_size"))
         keys[Keys.LLM.EXPERT_FEED_FORWARD_LENGTH] = width
     if record.short_convs:
-        keys |= conv_keys(config, keys[Keys.Attention.HEAD_COUNT_KV], keys[Keys.LLM.BLOCK_COUNT])
+        kinds = conv_kinds(config, keys[Keys.LLM.BLOCK_COUNT])
+        counts = [0 if is_conv else keys[Keys.Attention.HEAD_COUNT_KV] for is_conv in kinds]
+        keys |= {Keys.Attention.HEAD_COUNT_KV: np.array(counts, np.int32)}
+        keys |= {Keys.ShortConv.L_CACHE: integer("conv_L_cache")}
     fields = (SCALES if record.scales else {}) | (SOFT_CAPS if record.caps_logits else {})
     keys |= {template: real(config, field) for field, template in fields.items() if config.get(field)}
     for field in SOFT_CAPS if record.attn_soft_cap else ():
@@ -155,23 +161,34 @@ def read_metadata(config: dict[str, Any], record: Architecture, name: str) -> di
 
 
 def conv_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Epsilon and the width of the feed forward, which config.json gives unadjusted, under their usual names."""
+    """LFM2's own fields under their usual names. The width of the feed forward is given before an adjustment."""
     width = real(config, "block_ff_dim", real(config, "intermediate_size", 0))
-    if config["block_auto_adjust_ff_dim"]:
+    if flag(config, "block_auto_adjust_ff_dim"):
         multiplier, multiple = (real(config, f"block_{name}", 1) for name in ("ffn_dim_multiplier", "multiple_of"))
         width = math.ceil(int(multiplier * int(2 * width / 3)) / multiple) * multiple
-    return {**config, "intermediate_size": int(width), "rms_norm_eps": config["norm_eps"]}
+    own = {"intermediate_size": int(width), "rms_norm_eps": config["norm_eps"]}
+    if "tie_embedding" in config:
+        own["tie_word_embeddings"] = flag(config, "tie_embedding")
+    return {**config, **own, "rope_theta": config.get("theta", config["rope_theta"])}
 
 
-def conv_keys(config: Mapping[str, Any], kv_heads: int, layers: int) -> dict[str, Any]:
-    """Layers with a short convolution have no KV heads."""
+def conv_kinds(config: Mapping[str, Any], layers: int) -> list[bool]:
+    """Whether each layer is a short convolution."""
     kinds, attends = config.get("layer_types"), config.get("full_attn_idxs")
-    if kinds is None and attends is not None:
-        kinds = ["full_attention" if i in attends else "conv" for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {"conv", "full_attention"}:
-        raise BadFile(f"config.json: layer_types is {shown(kinds)}", REMEDY_REFETCH)
-    counts = np.array([0 if kind == "conv" else kv_heads for kind in kinds], np.int32)
-    return {Keys.Attention.HEAD_COUNT_KV: counts, Keys.ShortConv.L_CACHE: int(real(config, "conv_L_cache"))}
+    if kinds is None:
+        kinds = ["full_attention" if attends is None or i in attends else "conv" for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise BadFile(f"config.json: layer_types is {shown(kinds)}, and there are {layers} layers", REMEDY_REFETCH)
+    if others := {str(kind) for kind in kinds} - {"conv", "full_attention"}:
+        raise Unsupported(f"layers of type {shown(min(others))} are not supported", REMEDY_ARCHITECTURE)
+    return [kind == "conv" for kind in kinds]
+
+
+def flag(config: Mapping[str, Any], field: str) -> bool:
+    value = config[field]
+    if not isinstance(value, bool):
+        raise BadFile(f"config.json: {field} is {shown(value)}, not true or false", REMEDY_REFETCH)
+    return value
 
 
 def window_keys(config: Mapping[str, Any], record: Architecture, window: int, layers: int) -> dict[str, Any]:

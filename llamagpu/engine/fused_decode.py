@@ -175,11 +175,12 @@ def inter_stage_widths(c: ModelConfig, rows: int) -> tuple[int, ...]:
 def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvType, caps: Caps) -> tuple[int, ...]:
     """The numbers of token rows that a fused kernel can take.
 
-    With a q8_0 cache, and with Tint, attention stores keys and values: a row could not read those of another row. Float
-    weights of several rows are faster unfused (F16, 1B on an H200: 2 rows 1282 us, fused 1832; 4 rows 1382 and 1948).
+    With a q8_0 cache, and with Tint, attention stores keys and values: a row could not read those of another row. Parts
+    of norms after and of experts take one row, and a stage of short convolutions leaves no blocks. Float weights of
+    several rows are faster unfused (F16, 1B on an H200: 2 rows 1282 us, fused 1832; 4 rows 1382 and 1948).
     """
     one_row = attention_stores(kv_type, caps) or config.norms_after or config.experts or config.conv_taps
-    if one_row or has_float_weights(weights):  # kernel parts of norms after and of experts take one row
+    if one_row or has_float_weights(weights):
         return (1,)
     return (1, *routes.fused_widths(config.dim, attention_shape(config, 1), int8, has_half_sums(weights), caps))
 
@@ -368,7 +369,7 @@ class FusedDecode:
                 for buffer in matrix_buffers(matrix)
                 if same_storage or not isinstance(buffer, BufferRange)
             )
-            shared = (*layer.norms, *router_biases(layer), caches[i].keys, caches[i].values)
+            shared = (*layer.vectors, *router_biases(layer), caches[i].keys, caches[i].values)
             is_conv = self.config.kinds[i].is_conv
             return is_conv, *(place_of_layer(buffer, i) for buffer in shared), *own
 
@@ -541,7 +542,8 @@ class FusedDecode:
         route = replace(routes.SHORT_CONV, consts={"WORKGROUP": self.grid.invocations})
         conv = self.ops.short_conv(c, c.kinds[i], between.raw, taps, pages, between.q, cache.kv_type, 1, route=route)
         stage = Stage(conv.source, conv.bindings, conv.grid_for(1, 0))
-        copy = PrologueSpec(Prologue.NORM, {"norm": layer_range(first.attn_norm, count)}, {"NORM": False})
+        unused = layer_range(first.attn_norm, count)
+        copy = PrologueSpec(Prologue.NORM, {"norm": unused}, {"NORM": False})
         return Mixer(lambda matrix: ops.rows(between.raw, matrix), [stage], between.q, copy)
 
     def sums_leave_blocks(self, members: Sequence[int], rows: int) -> bool:
@@ -637,7 +639,7 @@ class FusedDecode:
                 ready |= {"INPUT_WIDTH": piece, "INPUTS_READY": bool(ready["INPUTS_READY"]) and piece == shape.k}
             own = replace(prologue, consts=prologue.consts | ready)
             # a bias that is not read is a norm: a range of a buffer that is bound anyway
-            single = replace(matrix, shards=(shard,), bias=matrix.bias or as_buffer(self.weights.layers[0].norms[0]))
+            single = replace(matrix, shards=(shard,), bias=matrix.bias or as_buffer(self.weights.layers[0].vectors[0]))
             (dispatch,) = self.ops.linear(x, single, rows, output(matrix), inputs, own, (route,))
             found.append(Stage(dispatch.source, dispatch.bindings, dispatch.grid_for(rows, 0)))
         return found

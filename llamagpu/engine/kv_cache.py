@@ -273,8 +273,8 @@ class BufferKvCache(KvCache):
         return [*{id(cache_range.buffer): cache_range.buffer for cache_range in ranges}.values(), self.copied]
 
     def _allocate(self) -> None:
-        c, binding = self.config, self.gpu.caps.binding_bytes
-        cell_bytes = max(cell_sizes(c, self.kv_type))
+        c, binding, cells = self.config, self.gpu.caps.binding_bytes, cell_sizes(self.config, self.kv_type)
+        cell_bytes = max(cells)
         size = cell_bytes * self.capacity
         if size > binding:
             raise DoesNotFit(
@@ -287,7 +287,7 @@ class BufferKvCache(KvCache):
         layers_per_buffer = max(1, largest // size) if self.fused else 1
         for start in range(0, c.layers, layers_per_buffer):
             kinds = c.kinds[start : start + layers_per_buffer]
-            sizes = [cell * self.capacity for cell in cell_sizes(c, self.kv_type)[start : start + len(kinds)]]
+            sizes = [cell * self.capacity for cell in cells[start : start + len(kinds)]]
             keys, values = (padded_ranges(self.gpu, sizes, label) for label in ("k_cache", "v_cache"))
             shapes = [(c.cache_heads(kind), layer_kv_type(kind, self.kv_type)) for kind in kinds]
             self.layers += [LayerCache(k, v, *shape) for k, v, shape in zip(keys, values, shapes, strict=True)]

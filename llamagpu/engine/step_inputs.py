@@ -26,7 +26,7 @@ STEP_BYTES = 4 * (HEADER_WORDS + 4 * MAX_SEGMENTS + 4 * MAX_ROWS)
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Token rows of one sequence in a step: consecutive positions from `position` on."""
+    """Token rows of one sequence in a step: consecutive positions from `position` on. A sequence has one segment."""
 
     slot: int  # of the sequence, in the page table
     position: int

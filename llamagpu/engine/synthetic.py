@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamagpu.engine.weights import MatrixShard, Weights, in_order, norms_in_order, upload_norm
+from llamagpu.engine.weights import MatrixShard, Weights, in_order, upload_vector, vectors_in_order
 from llamagpu.errors import LlamaGpuError
 from llamagpu.files.config import CONV, ModelConfig, tensor_shapes
 from llamagpu.files.gguf_file import BLOCKS, RawTensor
-from llamagpu.files.matrices import MatrixSource, matrix_sources, norm_widths
+from llamagpu.files.matrices import MatrixSource, matrix_sources, vector_widths
 from llamagpu.files.storage import Layout, PackedMatrix, Storage
 from llamagpu.files.texture_layout import to_texture
 from llamagpu.gpu.buffers import AnyBuffer, as_buffer, is_texture
@@ -229,9 +229,9 @@ class SyntheticFile:
         for matrix in in_order(weights):
             for shard in matrix.shards:
                 fill_shard(gpu, recorder, shard)
-        widths = norm_widths(self.config).values()
-        for norm, width in zip(norms_in_order(weights), widths, strict=True):
-            upload_norm(gpu, norm, np.ones(width, np.float32))
+        widths = vector_widths(self.config).values()
+        for norm, width in zip(vectors_in_order(weights), widths, strict=True):
+            upload_vector(gpu, norm, np.ones(width, np.float32))
 
 
 def fill_shard(gpu: Gpu, recorder: Recorder, shard: MatrixShard) -> None:

@@ -21,7 +21,7 @@ from llamagpu.engine.slabs import Slabs, aligned, in_slab
 from llamagpu.errors import BadFile
 from llamagpu.files.config import ModelConfig
 from llamagpu.files.gguf_file import REMEDY_REFETCH
-from llamagpu.files.matrices import LoadedMatrix, MatrixSource, Tensors, layer_of, norm_values, norm_widths
+from llamagpu.files.matrices import LoadedMatrix, MatrixSource, Tensors, layer_of, vector_values, vector_widths
 from llamagpu.files.storage import (
     TEXTURE_ROWS,
     Layout,
@@ -127,8 +127,8 @@ class Layer:
     router: Matrix | None = None  # whose results choose the experts
 
     @property
-    def norms(self) -> tuple[Bindable, ...]:
-        """In the order of norm_widths."""
+    def vectors(self) -> tuple[Bindable, ...]:
+        """In the order of vector_widths."""
         found = self.attn_norm, self.ffn_norm, self.post_attention_norm, self.post_ffw_norm, self.qk_norm
         return tuple(norm for norm in (*found, self.attn_sinks, self.conv) if norm is not None)
 
@@ -154,7 +154,7 @@ class Weights:
         """Every buffer and texture, once: layers share slabs, and tied matrices are one."""
         matrices = [self.token_embd, self.output, *(matrix for layer in self.layers for matrix in layer.matrices)]
         bound: list[Bindable | None] = [self.output_norm]
-        bound += [norm for layer in self.layers for norm in layer.norms]
+        bound += [vector for layer in self.layers for vector in layer.vectors]
         bound += [matrix.bias for matrix in matrices]
         bound += [binding for matrix in matrices for shard in matrix.shards for binding in shard.bindings.values()]
         owners = (each.buffer if isinstance(each, BufferRange) else each for each in bound if each is not None)
@@ -238,7 +238,7 @@ def allocate_weights(
         matrix = allocate_matrix(source, gpu, target, slabs)
         found[source.label] = replace(matrix, used=config.experts_used) if source.experts > 1 else matrix
     norms: dict[str, Bindable] = {}
-    for name, width in norm_widths(config).items():
+    for name, width in vector_widths(config).items():
         if target.backend is Backend.TEXTURES:
             norms[name] = gpu.texture(width // 4, 1, name)
         else:
@@ -293,10 +293,10 @@ def slab_groups(
     hold them all."""
     storages: list[dict[str, object]] = [{} for _ in range(config.layers)]
     largest, scales = 1, [0] * config.layers
-    vectors = [(name, width) for name, width in norm_widths(config).items() if layer_of(name) is not None]
+    vectors = [(name, width) for name, width in vector_widths(config).items() if layer_of(name) is not None]
     vectors += [(source.label, source.n) for source in sources if source.layer is not None and source.has_bias]
     norms = sum(aligned(4 * width) if is_padded(name) else in_slab(4 * width) for name, width in vectors)
-    for name, width in norm_widths(config).items():
+    for name, width in vector_widths(config).items():
         if (layer := layer_of(name)) is not None:
             storages[layer][name.split(".")[2]] = width
     for source in sources:
@@ -334,8 +334,8 @@ def load_weights(
             gpu.write(matrix.bias, bias)
         if progress:
             progress(count + 1, len(jobs))
-    for label, norm in zip(norm_widths(config), norms_in_order(weights), strict=True):
-        upload_norm(gpu, norm, norm_values(tensors, config, label))
+    for label, norm in zip(vector_widths(config), vectors_in_order(weights), strict=True):
+        upload_vector(gpu, norm, vector_values(tensors, config, label))
 
 
 def in_order(weights: Weights) -> list[Matrix]:
@@ -344,9 +344,9 @@ def in_order(weights: Weights) -> list[Matrix]:
     return [weights.token_embd, *inside, *([] if weights.output is weights.token_embd else [weights.output])]
 
 
-def norms_in_order(weights: Weights) -> list[Bindable]:
-    """The norms in the order of norm_widths."""
-    return [weights.output_norm, *(norm for layer in weights.layers for norm in layer.norms)]
+def vectors_in_order(weights: Weights) -> list[Bindable]:
+    """The norms, and other vectors, in the order of vector_widths."""
+    return [weights.output_norm, *(vector for layer in weights.layers for vector in layer.vectors)]
 
 
 MAX_THREADS = 8  # each holds a matrix or two in memory
@@ -384,11 +384,11 @@ def upload_shard(gpu: Gpu, shard: MatrixShard, words: NDArray[np.generic], scale
         gpu.write(shard.scales, scales)
 
 
-def upload_norm(gpu: Gpu, norm: Bindable, values: NDArray[np.float32]) -> None:
-    if is_texture(norm):
-        gpu.write_texture(norm, values.reshape(1, -1, 4))
+def upload_vector(gpu: Gpu, vector: Bindable, values: NDArray[np.float32]) -> None:
+    if is_texture(vector):
+        gpu.write_texture(vector, values.reshape(1, -1, 4))
     else:
-        gpu.write(as_buffer(norm), values)
+        gpu.write(as_buffer(vector), values)
 
 
 def run_ahead(jobs: Sequence[tuple[str, Callable[[], Converted]]]) -> Iterator[tuple[str, Converted]]:

@@ -257,6 +257,8 @@ class _Keys:
         self.arch = arch
         if self.arch not in ARCHITECTURES:
             raise Unsupported(f"architecture {shown(self.arch)} is not supported", REMEDY_ARCHITECTURE)
+        if self.get("attention.causal", True) is not True:
+            raise Unsupported(f"a {arch} model whose tokens see later ones is not supported", REMEDY_ARCHITECTURE)
         experts = self.integer("expert_count", 1 << 32, default=0, least=0)
         if experts and ARCHITECTURES[arch].experts is Experts.NONE:
             raise Unsupported(f"a mixture of {experts} experts ({self.arch}) is not supported", REMEDY_ARCHITECTURE)
@@ -515,11 +517,12 @@ def used_shapes(config: ModelConfig, tensors: Container[str]) -> dict[str, tuple
 
 
 SURPLUS = re.compile(r"blk\.(\d{1,9})\.(?:attn_|ffn_|shortconv\.)\w{1,40}\.(?:bias|scale)")
+AFTER_OUTPUT = ("cls.", "cls_", "dense_")  # of tensors that make something else than tokens of the hidden states
 
 
 def check_tensors(config: ModelConfig, tensors: dict[str, RawTensor]) -> None:
-    """Refuse a file that lacks a tensor, or has one of another shape or of an unsupported type, or a bias or scale that
-    nobody would use."""
+    """Refuse a file that lacks a tensor, or has one of another shape or of an unsupported type, or a bias, a scale or a
+    layer after the last that nobody would use."""
     missing = [name for name in tensor_shapes(config) if name not in tensors]
     if missing:
         more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
@@ -534,6 +537,8 @@ def check_tensors(config: ModelConfig, tensors: dict[str, RawTensor]) -> None:
     for name in tensors:
         if (found := SURPLUS.fullmatch(name)) and int(found[1]) < config.layers and name not in used:
             raise Unsupported(f"a {config.arch} model with {name} is not supported", REMEDY_ARCHITECTURE)
+        if name.startswith(AFTER_OUTPUT):
+            raise Unsupported(f"a {config.arch} model with {shown(name)} is not supported", REMEDY_ARCHITECTURE)
 
 
 def rope_table(

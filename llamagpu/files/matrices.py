@@ -53,7 +53,7 @@ def layer_of(name: str) -> int | None:
     return int(name.split(".")[1]) if name.startswith("blk.") else None
 
 
-def norm_widths(config: ModelConfig) -> dict[str, int]:
+def vector_widths(config: ModelConfig) -> dict[str, int]:
     """Labels and lengths of norm weights, sinks and taps of short convolutions, which stay vectors of f32. The norms of
     q and k are one vector."""
     found = {"output_norm": config.dim}
@@ -69,8 +69,8 @@ def norm_widths(config: ModelConfig) -> dict[str, int]:
     return found
 
 
-def norm_values(tensors: Tensors, config: ModelConfig, label: str) -> NDArray[np.float32]:
-    """The weights of a norm, with what they scale beside it, or another vector of norm_widths."""
+def vector_values(tensors: Tensors, config: ModelConfig, label: str) -> NDArray[np.float32]:
+    """The weights of a norm, with what they scale beside it, or another vector of vector_widths."""
     name = label.rpartition(".")[2]
     if name == "qk_norm":
         layer = label.removesuffix(name)

@@ -34,7 +34,7 @@ ROW_WISE_BYTES = {
     "silu_mul_texture": 12,
     "store_kv": 5,
     "add_rms_norm": 12,
-    "short_conv": 28,  # b, c and x, the inputs of two positions before and of its own, the result
+    "short_conv": 28,  # b, c, x and the result; inputs of two positions before and its own, as f32
 }
 
 
