@@ -16,6 +16,7 @@ from llamagpu.bench.bench import BenchOptions
 from llamagpu.bench.cases import BenchCase
 from llamagpu.engine.load import load_model
 from llamagpu.engine.options import EngineOptions
+from llamagpu.engine.pages import PAGE
 
 pytestmark = pytest.mark.usefixtures("shared_gpu")
 ARGS = ("bench", "--synthetic", "tiny", "--parallel", "1,3", "-p", 9, "-n", 5, "-r", 1)
@@ -45,6 +46,19 @@ def test_csv_and_several_lengths(run):  # noqa: F811
     rows = list(csv.DictReader(io.StringIO(found)))
     assert [(row["pp"], row["tg"], row["pl"]) for row in rows] == [("4", "2", "2"), ("5", "1", "2")]
     assert float(rows[1]["speed_tg"]) == 0  # the only token of each comes with its prompt
+
+
+def test_every_number_of_sequences_has_an_engine_of_its_own(run, monkeypatch):  # noqa: F811
+    """A larger KV cache is slower on some GPUs: a row must not depend on the others."""
+    found, measure = [], parallel.measure
+
+    def measured(engine, case, width, *others):
+        found.append((width, engine.settings.slots, engine.cache.capacity))
+        return measure(engine, case, width, *others)
+
+    monkeypatch.setattr(parallel, "measure", measured)
+    run(*ARGS[:3], "-npl", "3,1,2", "-p", PAGE - 5, "-n", 5, "-r", 1)
+    assert found == [(3, 3, 6 * PAGE), (1, 1, 2 * PAGE), (2, 2, 4 * PAGE)]
 
 
 @pytest.mark.parametrize(

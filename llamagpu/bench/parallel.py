@@ -14,7 +14,7 @@ from llamagpu.bench.bench import BenchOptions, case_facts, model_facts, open_for
 from llamagpu.bench.cases import BenchCase
 from llamagpu.bench.report import FORMATS, Row, settling_line
 from llamagpu.engine.engine import Engine
-from llamagpu.engine.load import Progress, Source, load_model
+from llamagpu.engine.load import Progress, Source, check_memory, load_model, resolve
 from llamagpu.engine.options import EngineOptions
 from llamagpu.engine.pages import PAGE
 from llamagpu.engine.sampler import Sampling
@@ -79,22 +79,38 @@ def bench_parallel(
     starts: Starts = lambda pp, tg, b, repetition: None,
     progress: Progress | None = None,
 ) -> list[Row]:
-    """A row for each number of sequences. Of the repetitions the fastest counts, as in llama-batched-bench one run."""
-    with map_device_lost(), closing(Gpu.open(options.device, max(widths))) as gpu:
-        most = max(widths)
-        asked = EngineOptions(
-            context=case.tokens,
-            chunk=case.n_ubatch or None,
-            kv_type=case.kv_type,
-            precision=options.precision,
-            parallel=most,
-            kv_positions=most * (case.tokens + PAGE),
-        )
-        with closing(open_for(source, [case])) as opened:
-            loaded = load_model(opened, asked, gpu=gpu, progress=progress)
-            engine = loaded.engine
-            facts = case_facts(model_facts(opened), engine, case)
-            return [facts | measure(engine, case, width, shared, options, starts) for width in widths]
+    """A row for each number of sequences, each with an engine for so many: it does not depend on the other rows.
+
+    Of the repetitions the fastest counts, as in llama-batched-bench one run.
+    """
+    with (
+        map_device_lost(),
+        closing(Gpu.open(options.device, max(widths))) as gpu,
+        closing(open_for(source, [case])) as opened,
+    ):
+        largest = resolve(engine_options(max(widths), case, options), opened, gpu)
+        check_memory(opened, largest, gpu)  # before anything is measured
+        loaded = load_model(opened, engine_options(widths[0], case, options), gpu=gpu, progress=progress)
+        facts, engine, rows = model_facts(opened), loaded.engine, []
+        for i, width in enumerate(widths):
+            if i:
+                engine = loaded.another_engine(engine_options(width, case, options))
+            measured = measure(engine, case, width, shared, options, starts)
+            rows.append(case_facts(facts, engine, case) | measured)
+            engine.free()
+        return rows
+
+
+def engine_options(width: int, case: BenchCase, options: BenchOptions) -> EngineOptions:
+    """A KV cache for `width` sequences of the case."""
+    return EngineOptions(
+        context=case.tokens,
+        chunk=case.n_ubatch or None,
+        kv_type=case.kv_type,
+        precision=options.precision,
+        parallel=width,
+        kv_positions=width * (case.tokens + PAGE),
+    )
 
 
 def measure(engine: Engine, case: BenchCase, width: int, shared: bool, options: BenchOptions, starts: Starts) -> Row:
