@@ -1,9 +1,10 @@
 """Grammars that a text has to match. llguidance (an optional package) says which tokens may come next."""
 
 import json
+import math
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from llamagpu.files.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 1 << 17  # of a grammar: the slowest of them compile in 12 s
 STACK_BYTES = 128 << 20  # llguidance recurses along references, up to 4 KB for each: 8 MB end at some 2,000 rules
+STACK_SIZE = threading.Lock()  # that of new threads is the process's: one thread at a time changes it
 MAX_GBNF_RULES = 2000  # the converter takes time n * n: 0.5 s for these
 JSON_OPTIONS = {
     # Between JSON tokens: without a bound small models write blanks for ever. The same as in llama.cpp.
@@ -29,9 +31,16 @@ REMEDY = "correct or simplify it"
 # Control characters that JSON writes as \u. No text has them, and llguidance leaves them out of what a string must be.
 CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 CONTROL_IN_PATTERN = re.compile(
-    CONTROL.pattern + r"|\\(?:(?:x|u00|x\{0*)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|x\{0*[0-7bBeEfF]\}|[av])"
+    CONTROL.pattern
+    + r"|\\(?:(?:x|u00|U000000)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|[xuU]\{0*(?:[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])\}|[av])"
 )
 ESCAPED_BACKSLASH, CLASS = re.compile(r"\\\\"), re.compile(r"\[((?:\\.|[^\]\\])*)\]")
+# Keywords of JSON schema whose value has schemas by name, or is no schema.
+NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+VALUES = ("const", "enum", "default", "examples", "required", "title", "description", "$comment")
+EXACT = 1 << 53  # whole numbers up to here are exact as floats, which llguidance makes of bounds
+INT64_MAX = (1 << 63) - 1  # and to this it limits integers
+BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 LARK_RULE = re.compile(r"^\s*(%llguidance\b|start\b[^:\n]*:(?!:))", re.M)  # GBNF has neither
 T = TypeVar("T")
 UNMATCHED = "NoExtensionBias"  # what llguidance says when no text can match
@@ -66,10 +75,14 @@ class Grammar:
             raise BadArgument(f"the schema is not JSON: {reason}", f"give {expected}") from None
         check_argument("schema", value, isinstance(value, dict), expected)
         _check_size(text)
-        _check_counts(value)
-        _check_controls(value)
+        own = json.loads(text)
+        for each in _schemas(own):
+            _check_counts(each)
+            _check_controls(each)
+            _check_bounds(each)
+            _narrow(each)
         try:
-            source = _llguidance().LLMatcher.grammar_from_json_schema(text, JSON_OPTIONS)
+            source = _llguidance().LLMatcher.grammar_from_json_schema(json.dumps(own), JSON_OPTIONS)
         except ValueError as error:
             raise _wrong("JSON schema", str(error)) from None
         return cls._checked("JSON schema", source)
@@ -234,11 +247,12 @@ def _llguidance() -> ModuleType:
 def _on_large_stack(compile: Callable[[], T]) -> T:
     """Run it in a thread with a stack of its own: an overflow would end the process."""
     with ThreadPoolExecutor(1) as pool:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            future = pool.submit(compile)
-        finally:
-            threading.stack_size(before)
+        with STACK_SIZE:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                future = pool.submit(compile)  # returns when the thread has begun
+            finally:
+                threading.stack_size(before)
         return future.result()
 
 
@@ -269,35 +283,67 @@ def _check_size(text: str) -> None:
         raise BadArgument("the grammar has characters that are not Unicode", "give UTF-8 text") from None
 
 
-def _check_counts(schema: object) -> None:
+def _schemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schema and all in it. What is under an unknown keyword may be one, too, for a $ref may lead there."""
+    found: list[Any] = [schema]
+    for value in found:
+        if isinstance(value, dict):
+            yield value
+            for key, inner in value.items():
+                if key in NAMED and isinstance(inner, dict):
+                    found += inner.values()
+                elif key not in VALUES:
+                    found.append(inner)
+        elif isinstance(value, list):
+            found += value
+
+
+def _check_counts(schema: dict[str, Any]) -> None:
     """Refuse `minProperties` that keys without a name must reach: llguidance counts a key twice that comes twice."""
-    found = [schema]
-    for value in found:
-        if isinstance(value, dict):
-            least, required = value.get("minProperties"), value.get("required")
-            named = len(required) if isinstance(required, list) else 0
-            if isinstance(least, int) and least > named + 1:
-                cause = f"the JSON schema cannot be used: minProperties is {least}, and {named} keys are required"
-                raise BadArgument(cause, "name the keys in `required`")
-            found += value.values()
-        elif isinstance(value, list):
-            found += value
+    least, required = schema.get("minProperties"), schema.get("required")
+    named = len(required) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > named + 1:
+        cause = f"the JSON schema cannot be used: minProperties is {least}, and {named} keys are required"
+        raise BadArgument(cause, "name the keys in `required`")
 
 
-def _check_controls(schema: object) -> None:
-    """Refuse values and patterns that must have a control character, which would be left out. A class has others."""
-    found = [schema]
-    for value in found:
-        if isinstance(value, dict):
-            patterns = [value.get("pattern"), *(value.get("patternProperties") or ())]
-            plain = (CLASS.sub(_only, ESCAPED_BACKSLASH.sub("", each)) for each in patterns if isinstance(each, str))
-            exact = _strings([value.get("const"), value.get("enum")])
-            if any(map(CONTROL_IN_PATTERN.search, plain)) or any(map(CONTROL.search, exact)):
-                cause = "the JSON schema cannot be used: a string of it must have a control character"
-                raise BadArgument(cause, REMEDY)
-            found += value.values()
-        elif isinstance(value, list):
-            found += value
+def _check_controls(schema: dict[str, Any]) -> None:
+    """Refuse values and patterns that may need a control character, which would be left out. A class has others."""
+    keys = schema.get("patternProperties")
+    patterns = [schema.get("pattern"), *(keys if isinstance(keys, dict) else ())]
+    plain = (CLASS.sub(_only, ESCAPED_BACKSLASH.sub("", each)) for each in patterns if isinstance(each, str))
+    exact = _strings([schema.get("const"), schema.get("enum")])
+    if any(map(CONTROL_IN_PATTERN.search, plain)) or any(map(CONTROL.search, exact)):
+        cause = "the JSON schema cannot be used: a string of it may need a control character"
+        raise BadArgument(cause, REMEDY)
+
+
+def _check_bounds(schema: dict[str, Any]) -> None:
+    """Refuse bounds of numbers that llguidance would move outwards, which are large ones."""
+    whole = schema.get("type") == "integer"
+
+    def moved(name: str, sign: int) -> bool:
+        """`sign` -1: a lower bound."""
+        bound = schema.get(name)
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) <= EXACT:
+            return False
+        limits = whole and sign * bound >= INT64_MAX
+        exact = isinstance(bound, float) or (bound.bit_length() < 1024 and sign * (int(float(bound)) - bound) <= 0)
+        return name.startswith("exclusive") or sign * bound < 0 or not (exact or limits)
+
+    for name, sign in BOUNDS.items():
+        if moved(name, sign):
+            cause = f"the JSON schema cannot be used: {name} is too far from 0 to be enforced"
+            raise BadArgument(cause, f"give one within {EXACT:,}")
+
+
+def _narrow(schema: dict[str, Any]) -> None:
+    """Exclusive bounds that are whole, a little further in: llguidance takes such a bound for an inclusive one where no
+    whole number lies between it and the other bound."""
+    for name in ("exclusiveMinimum", "exclusiveMaximum"):
+        bound = schema.get(name)
+        if isinstance(bound, int | float) and not isinstance(bound, bool) and bound == int(bound):
+            schema[name] = bound - BOUNDS[name] * max(1e-6, 4 * math.ulp(bound))
 
 
 def _only(found: re.Match[str]) -> str:
