@@ -402,9 +402,10 @@ class Llama:
         """Stream the continuation of a text or a list of ids, or the answer to messages. A text gets BOS if the model
         uses it.
 
-        The arguments are those of `complete`; `max_tokens` 0 only computes the prompt, which `progress` follows. The
-        generation begins when its first token is asked for; those that have begun run together. With
-        `special` the text has control tokens in it. Without `cache_prompt` the whole prompt is computed.
+        The arguments are those of `complete`; `max_tokens` 0 only computes the prompt, which `progress(done, all)`
+        follows (it may not generate on this Llama). The generation begins when its first token is asked for; those that
+        have begun run together. With `special` the text has control tokens in it. Without `cache_prompt` the whole
+        prompt is computed.
 
         >>> text = "".join(token.text for token in llama.generate("the quick", max_tokens=4))
         """
@@ -413,6 +414,7 @@ class Llama:
         self._check_ids(ids)
         check_argument("max_tokens", max_tokens, is_whole(max_tokens, -1), f"{AT_LEAST_0}; -1: until the end")
         check_argument("logprobs", logprobs, logprobs is None or is_whole(logprobs, 0), f"{AT_LEAST_0}, or None")
+        check_argument("progress", progress, progress is None or callable(progress), "a function, or None")
         check_argument("sampling", sampling, isinstance(sampling, Sampling | None), "a llamagpu.Sampling")
         check_argument("grammar", grammar, isinstance(grammar, Grammar | None), "a llamagpu.Grammar")
         how = sampling or self.sampling
@@ -597,6 +599,7 @@ class Llama:
 
     def save_prompt(self, path: str | Path, tokens: int | None = None, progress: Progress | None = None) -> None:
         """Save the KV cache of the latest prompt and its answer, or of its first `tokens`, for `load_prompt`."""
+        check_argument("tokens", tokens, tokens is None or is_whole(tokens, 1), "a whole number from 1 up, or None")
         ids = self._latest.computed if self._latest else []
         with self._alone(len(ids) + 1) as sequence:
             engine = self.loaded.engine

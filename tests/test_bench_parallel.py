@@ -69,6 +69,11 @@ def test_refused(run, wrong):  # noqa: F811
     assert result.code == 2 and not result.out and len(result.err.splitlines()) == 2
 
 
+def test_a_shared_prompt_needs_several_sequences(run):  # noqa: F811
+    result = run("bench", "--synthetic", "tiny", "-pps")
+    assert result.code == 2 and "give --parallel, too" in result.err
+
+
 def test_measured_after_the_times_have_settled(monkeypatch):
     """A GPU that takes 0.4 s at first, then 0.1 s; and one that never takes the same time for long."""
     engine = SimpleNamespace(gpu=SimpleNamespace(software=False, compile_seconds=0.0))

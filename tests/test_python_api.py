@@ -495,6 +495,40 @@ def test_a_failed_generation_says_so(llama):
     assert llama.complete(PROMPT, max_tokens=1).usage.completion_tokens == 1
 
 
+def test_a_progress_function_that_generates_is_refused(path, gpu):
+    """It is called amid a step of everybody's. Its own generation fails, and nobody else gets other tokens."""
+    with Llama(path, device=gpu, parallel=3, chunk=16, precision="high", kv_type="f32") as llama:
+        tried = {
+            "complete": lambda: llama.complete("a", max_tokens=2),
+            "embed": lambda: llama.embed("a"),
+            "save": lambda: llama.save_prompt("prompt"),
+        }
+        alone = llama.generate("the quick", max_tokens=40, sampling=GREEDY, ignore_eos=True).result().ids
+        for call in tried.values():
+            neighbour = llama.generate("the quick", max_tokens=40, sampling=GREEDY, ignore_eos=True)
+            next(neighbour)
+            run = llama.generate("lazy dogs " * 6, progress=lambda done, total, call=call: call())
+            with pytest.raises(WrongState, match="progress function uses the model"):
+                next(run)
+            assert neighbour.result().ids == alone
+        assert llama.complete("a", max_tokens=2).usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "x"])
+def test_tokens_to_save_that_are_none(llama, tmp_path, tokens):
+    llama.complete(PROMPT, max_tokens=1)
+    with pytest.raises(BadArgument, match="tokens is "):
+        llama.save_prompt(tmp_path / "prompt", tokens)
+    assert not any(tmp_path.iterdir())
+
+
+def test_penalties_that_look_back_without_end(llama):
+    far = Sampling(temperature=0, repeat_penalty=1.3, repeat_last_n=10**30)
+    far_enough = replace(far, repeat_last_n=1024)
+    runs = [llama.generate(PROMPT, max_tokens=8, sampling=how, ignore_eos=True) for how in (far, far_enough)]
+    assert runs[0].result().ids == runs[1].result().ids
+
+
 # Closing
 
 

@@ -144,6 +144,8 @@ def bench(
         options = BenchOptions(repetitions, delay, not no_warmup, precision, device)
         cases = make_cases([], [], pairs, [0], *settings)
         return parallel(models, numbers(n_parallel, 1), cases, shared_prompt, options, output, quiet)
+    if shared_prompt:
+        raise Usage("-pps is for several sequences", "give --parallel, too")
     cases = make_cases(
         numbers(n_prompt or ["512"]), numbers(n_gen or ["128"]), pairs, numbers(n_depth or ["0"]), *settings
     )

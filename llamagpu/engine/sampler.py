@@ -2,6 +2,7 @@
 
 import math
 import secrets
+import sys
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,7 @@ class Sampling:
     min_p: float = 0.05  # drop tokens less likely than this share of the likeliest
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64  # how many tokens of prompt and answer the three penalties look back at; 0: no penalties
-    seed: int | None = None  # None: a new one each time
+    seed: int | None = None  # of which the low 32 bits count; None: a new one each time
     presence_penalty: float = 0.0  # subtracted from the logit of a token among the last repeat_last_n
     frequency_penalty: float = 0.0  # subtracted once for each time that the token is among them
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # added first; -inf or False: never
@@ -109,7 +110,7 @@ class HostSampler:
     def restart(self, new: Sequence[int]) -> None:
         """After the prompt and these tokens."""
         self.position = len(self.prompt) + len(new)
-        self.recent = deque((*self.prompt, *new), maxlen=max(1, self.sampling.repeat_last_n))
+        self.recent = deque((*self.prompt, *new), maxlen=min(max(1, self.sampling.repeat_last_n), sys.maxsize))
 
     def __call__(self, logits: Floats, mask: NDArray[np.int32] | None = None) -> int:
         """`mask`: the bits of the tokens that a grammar allows."""

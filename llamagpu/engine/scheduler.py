@@ -29,7 +29,7 @@ from llamagpu.engine.pages import PAGE
 from llamagpu.engine.sampler import HostSampler, Sampling, Scores, not_finite, score
 from llamagpu.engine.sequence import Sequence
 from llamagpu.engine.step_inputs import MAX_SEGMENTS, Segment
-from llamagpu.errors import DeviceLost, DoesNotFit, LlamaGpuError, NumericCheckFailed, Overloaded
+from llamagpu.errors import DeviceLost, DoesNotFit, LlamaGpuError, NumericCheckFailed, Overloaded, WrongState
 from llamagpu.gpu.buffers import AnyBuffer
 from llamagpu.gpu.device import check_process, map_device_lost
 from llamagpu.gpu.recorder import Pending, Plan, Step
@@ -174,6 +174,7 @@ class Scheduler:
         self.row_s = 0.0  # seconds for a prompt row, as measured last
         self.prompts_at = 0.0  # when the last prompt rows were computed
         self.while_computing: Callable[[], None] = lambda: None  # called while the device computes a step
+        self.busy = False  # with a step or what is done alone: functions that are called in it may not begin another
 
     # Requests
 
@@ -215,16 +216,21 @@ class Scheduler:
     def alone(self, positions: int) -> Iterator[Sequence]:
         """A sequence of the caller's own, with room for so many positions. All requests wait until it ends."""
         with self.lock:
-            self._drop_cancelled()
-            self._land()
-            while self.running and (not self.slots or not self.engine.cache.has_room(positions)):
-                self._pause(self.running[-1])
-            sequence = Sequence(self.slots.pop())
+            self._check_idle()
             try:
-                yield sequence
+                self.busy = True
+                self._drop_cancelled()
+                self._land()
+                while self.running and (not self.slots or not self.engine.cache.has_room(positions)):
+                    self._pause(self.running[-1])
+                sequence = Sequence(self.slots.pop())
+                try:
+                    yield sequence
+                finally:
+                    self.engine.end(sequence)
+                    self.slots.append(sequence.slot)
             finally:
-                self.engine.end(sequence)
-                self.slots.append(sequence.slot)
+                self.busy = False
 
     def close(self, reason: BaseException) -> None:
         """End all requests, and take no more."""
@@ -238,7 +244,9 @@ class Scheduler:
 
     def step(self) -> None:
         """Run what is due: tokens for those who decode, or a piece of a prompt."""
+        self._check_idle()
         try:
+            self.busy = True
             with map_device_lost():
                 self._step()
         except BaseException as error:
@@ -250,6 +258,13 @@ class Scheduler:
                 for request in [*self.running, *self.waiting]:
                     self._finish(request, error)
             raise
+        finally:
+            self.busy = False
+
+    def _check_idle(self) -> None:
+        """Only the thread that is in a step can get here during it."""
+        if self.busy:
+            raise WrongState("a progress function uses the model that it reports on", "use it after the prompt is read")
 
     def _step(self) -> None:
         self._drop_cancelled()
@@ -334,10 +349,9 @@ class Scheduler:
             return
         if self.flight and self.flight.ended:
             self._land()  # the slots of those that ended are free
-        while self.waiting and self.slots and self._start(self.waiting[0]):
-            request = self.waiting[0]
+        while self.waiting and self.slots and self._start(request := self.waiting[0]):
             self.running.append(request)
-            self.waiting.popleft()
+            self.waiting.remove(request)
             request.saved = None
             if request.state is State.PROMPT:
                 self._report(request)
