@@ -24,6 +24,8 @@ from llamagpu.engine.model import BufferModel
 from llamagpu.engine.ops import attention_shape
 from llamagpu.engine.options import Backend, KvType, Precision
 from llamagpu.engine.step_inputs import Segment
+from llamagpu.engine.synthetic import synthetic_config
+from llamagpu.engine.texture_model import suits_textures
 from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files.architectures import ARCHITECTURES, Architecture, QkNorm
 from llamagpu.files.config import CONV, FREQ_FACTORS, ModelConfig, check_tensors, used_shapes
@@ -731,14 +733,17 @@ LFM2_LAYERS = ["conv", "full_attention", "conv", "conv", "full_attention"]
         ({"block_ff_dim": None, "intermediate_size": 512}, {"feed_forward_length": 384}),  # 341, rounded up
         ({"block_ffn_dim_multiplier": 1.3}, {"feed_forward_length": 256}),  # 221
         ({"block_auto_adjust_ff_dim": False}, {"feed_forward_length": 255}),
+        ({"block_auto_adjust_ff_dim": None}, {"feed_forward_length": 255}),
+        ({"block_ffn_dim_multiplier": None}, {"feed_forward_length": 170}),  # as it is
         ({"theta": 5e5}, {"rope.freq_base": 5e5}),
         ({"rope_parameters": {"rope_theta": 2e6, "rope_type": "default"}}, {"rope.freq_base": 2e6}),
         ({"conv_L_cache": 4}, {"shortconv.l_cache": 4}),
+        ({"num_key_value_heads": ...}, {"attention.head_count_kv": [0, 8, 0, 0, 8]}),
     ],
     ids=str,
 )
 def test_fields_of_lfm2(changes: dict[str, Any], keys: dict[str, Any]) -> None:
-    hf = {k: v for k, v in (MODELS["lfm2"].hf_config() | changes).items() if v is not None}
+    hf = {k: v for k, v in (MODELS["lfm2"].hf_config() | changes).items() if v is not ...}
     record, config = find_architecture(hf)
     found = read_metadata(config, record, "tiny")
     assert {key: np.asarray(found[f"lfm2.{key}"]).tolist() for key in keys} == keys
@@ -751,7 +756,8 @@ def test_fields_of_lfm2(changes: dict[str, Any], keys: dict[str, Any]) -> None:
         ({"layer_types": LFM2_LAYERS[:4]}, BadFile, "layer_types is an array of 4, and there are 5 layers"),
         ({"conv_L_cache": 3.7}, BadFile, "conv_L_cache is 3.7"),
         ({"block_auto_adjust_ff_dim": "false"}, BadFile, "not true or false"),
-        ({"architectures": ["Lfm2BidirectionalModel"]}, Unsupported, "whose tokens see later ones"),
+        ({"architectures": ["Lfm2BidirectionalForCausalLM"]}, Unsupported, "whose tokens see later ones"),
+        ({"architectures": ["Lfm2Model"]}, Unsupported, "'Lfm2Model' has no output head"),
     ],
     ids=str,
 )
@@ -778,6 +784,12 @@ def test_models_that_do_not_only_predict_are_refused(tmp_path: Path) -> None:
         ModelConfig.from_gguf(file.metadata | {"lfm2.attention.causal": False}, file.tensors)
     with pytest.raises(Unsupported, match=r"a lfm2 model with .dense_2\.weight. is not"):
         check_tensors(config, file.tensors | {"dense_2.weight": file.tensors["token_embd.weight"]})
+
+
+def test_taps_that_no_texture_holds(gpu: Any) -> None:
+    config = replace(synthetic_config("lfm2-1.2b"), conv_taps=3)
+    caps = replace(gpu.caps, texture_side=16384)
+    assert suits_textures(config, caps) and not suits_textures(replace(config, conv_taps=64), caps)
 
 
 def test_the_widest_row_is_that_of_a_convolution(tmp_path: Path) -> None:

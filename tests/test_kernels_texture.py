@@ -8,6 +8,7 @@ from kernel_cases import GUARD, SLOTS, Steps, attended, covers, per_row, per_seg
 from reference import assert_close
 
 from llamagpu.engine import ops, routes
+from llamagpu.engine.kv_cache import TEXTURE_ROWS
 from llamagpu.engine.ops import Ops, Output, PrologueSpec
 from llamagpu.engine.options import KvType
 from llamagpu.engine.routes import Attention, Epilogue, Prologue
@@ -300,28 +301,31 @@ def test_scale(gpu):
 
 
 @covers("conv_inputs_texture", "short_conv_texture")
-@pytest.mark.parametrize(("width", "taps"), [(76, 3), (36, 70)])
-def test_short_conv(gpu, width, taps):
+@pytest.mark.parametrize(("width", "taps", "positions"), [(76, 3, 140), (36, 70, 140), (76, 3, 5000)])
+def test_short_conv(gpu, width, taps, positions):
     """The same results and inputs as short_conv gives on buffers, for rows of several sequences and pages."""
     segments = [segment(2, 64, 1), segment(0, 0, 4), segment(1, 62, 5)]
     config = replace(synthetic_config("tiny"), dim=width, head_dim=2, conv_taps=taps)
     kind, rng, m, half = LayerKind(rope=Rope.NONE, is_conv=True), random("short_conv"), 10, width // 4
     x, weights = (rng.standard_normal(shape).astype(np.float32) for shape in ((m, 3 * width), (taps, width)))
-    step = Steps(gpu, 140, SLOTS)
+    step = Steps(gpu, positions, SLOTS)
     step.write(*segments)
     cells = step.table.capacity
+    rows = min(cells, TEXTURE_ROWS)
+    places = [int(step.table.cells(slot, np.array(position))) for slot, position in per_row(segments)]
+    assert positions < 5000 or min(places) < TEXTURE_ROWS <= max(places)
     before = rng.standard_normal((2, half, cells, 2)).astype(np.float32)
     k, v, y = *(gpu.upload(each, "cache") for each in before), gpu.zeros(4 * m * width, "y")
     bound = gpu.upload(x, "x"), gpu.upload(weights, "w"), (k, v), y
     run(gpu, [step.ops.short_conv(config, kind, *bound, KvType.F32, m)], m)
-    cache, out = upload_rows(gpu, cache_rows(*before, cells)), guarded_texture(gpu, m + 1, width)
+    cache, out = upload_rows(gpu, cache_rows(*before, rows)), guarded_texture(gpu, m + 1, width)
     bound = upload_rows(gpu, x), upload_rows(gpu, weights.reshape(1, -1)), cache, out
     run(gpu, step.ops.texture_short_conv(*bound, width, taps, m), m)
     got = read_rows(gpu, out)
     assert_close(got[:m], gpu.read(y, np.float32, m * width).reshape(m, width), *F32)
     assert (got[m] == GUARD).all()
     keys, values = (gpu.read(buffer, np.float32, half * cells * 2).reshape(half, cells, 2) for buffer in (k, v))
-    assert_close(read_rows(gpu, cache), cache_rows(keys, values, cells), *F32, "inputs")
+    assert_close(read_rows(gpu, cache), cache_rows(keys, values, rows), *F32, "inputs")
 
 
 @covers("rotate_texture")

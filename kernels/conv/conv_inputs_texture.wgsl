@@ -1,6 +1,6 @@
 // The inputs b * x of a short convolution, texture backend (CPU adapters): from the rows b | c | x of a token into its cell of the
 // cache texture, where short_conv_texture reads them.
-// One invocation per texel, tokens in y. Needs DIM % 4 == 0. Parts: none.
+// One invocation per texel, tokens in y. Needs WIDTH % 4 == 0. Parts: none.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const WIDTH: u32 = 4u;            // dimensions

@@ -1,6 +1,6 @@
 // short_conv for the texture backend (CPU adapters), after conv_inputs_texture:
-// y[m, DIM] = c * (the sum over j < TAPS of w[j] * the input of the position TAPS - 1 - j before).
-// One invocation per texel, tokens in y. Needs DIM % 4 == 0. Parts: pages.
+// y[m, WIDTH] = c * (the sum over j < TAPS of w[j] * the input of the position TAPS - 1 - j before).
+// One invocation per texel, tokens in y. Needs WIDTH % 4 == 0. Parts: pages.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const WIDTH: u32 = 4u;            // dimensions

@@ -54,7 +54,7 @@ def find_architecture(config: dict[str, Any]) -> tuple[Architecture, dict[str, A
 
     A model of images and text has the text model's config inside its own.
     """
-    inner = config.get("text_config")
+    inner, classes = config.get("text_config"), config.get("architectures")
     config = config | inner if isinstance(inner, dict) else config
     model_type = config.get("model_type", "")
     if isinstance(model_type, list | dict):
@@ -62,6 +62,8 @@ def find_architecture(config: dict[str, Any]) -> tuple[Architecture, dict[str, A
     record = from_hf_type(model_type)
     if record is None:
         raise Unsupported(f"architecture {shown(config.get('model_type'))} is not supported", REMEDY_ARCHITECTURE)
+    if isinstance(classes, list) and classes and all(str(name).endswith("Model") for name in classes):
+        raise Unsupported(f"{shown(classes[0])} has no output head", "use a checkpoint that generates text")
     config = {**record.hf_defaults, **config}
     if record.short_convs:
         config = conv_config(config)
@@ -164,9 +166,11 @@ def conv_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """LFM2's own fields under their usual names. The width of the feed forward is given before an adjustment."""
     width = real(config, "block_ff_dim", real(config, "intermediate_size", 0))
     if flag(config, "block_auto_adjust_ff_dim"):
-        multiplier, multiple = (real(config, f"block_{name}", 1) for name in ("ffn_dim_multiplier", "multiple_of"))
-        width = math.ceil(int(multiplier * int(2 * width / 3)) / multiple) * multiple
-    own = {"intermediate_size": int(width), "rms_norm_eps": config["norm_eps"]}
+        width = int(2 * width / 3)
+        if config["block_ffn_dim_multiplier"] is not None:
+            multiplier, multiple = (real(config, f"block_{name}") for name in ("ffn_dim_multiplier", "multiple_of"))
+            width = math.ceil(int(multiplier * width) / multiple) * multiple
+    own = {"intermediate_size": int(width), "rms_norm_eps": config["norm_eps"], "sliding_window": None}  # it has none
     if "tie_embedding" in config:
         own["tie_word_embeddings"] = flag(config, "tie_embedding")
     return {**config, **own, "rope_theta": config.get("theta", config["rope_theta"])}
@@ -186,9 +190,9 @@ def conv_kinds(config: Mapping[str, Any], layers: int) -> list[bool]:
 
 def flag(config: Mapping[str, Any], field: str) -> bool:
     value = config[field]
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | None):
         raise BadFile(f"config.json: {field} is {shown(value)}, not true or false", REMEDY_REFETCH)
-    return value
+    return bool(value)
 
 
 def window_keys(config: Mapping[str, Any], record: Architecture, window: int, layers: int) -> dict[str, Any]:

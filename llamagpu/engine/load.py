@@ -146,7 +146,7 @@ def resolve(options: EngineOptions, source: ModelSource, gpu: Gpu) -> Settings:
         precision is Precision.HIGH
         and options.kv_type in (None, KvType.F32)
         and options.backend is not Backend.BUFFERS
-        and suits_textures(c)
+        and suits_textures(c, caps)
         and routes.suits_textures(c.dim, c.ffn_dim, c.head_dim, c.rope_dims, layouts, caps)
     )
     backend = Backend.TEXTURES if textures else Backend.BUFFERS

@@ -20,15 +20,17 @@ from llamagpu.engine.weights import Layer, Matrix, Weights
 from llamagpu.files.architectures import Activation
 from llamagpu.files.config import CONV, CONV_IN, CONV_OUT, ModelConfig
 from llamagpu.gpu.buffers import Bindable, Texture
+from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Dispatch, Gpu
 
 
-def suits_textures(config: ModelConfig) -> bool:
+def suits_textures(config: ModelConfig, caps: Caps) -> bool:
     """Whether the architecture has only what kernels on textures can do."""
     c = config
     soft_caps = c.attn_soft_cap or c.logit_soft_cap
     plain = c.norms_before and not c.norms_after and not soft_caps and not c.experts
-    return plain and c.activation is Activation.SILU
+    taps_fit = c.conv_taps * c.dim // 4 <= caps.texture_side
+    return plain and taps_fit and c.activation is Activation.SILU
 
 
 class TextureModel(Model):

@@ -87,6 +87,7 @@ GEMMA_3 = {
 }
 LFM2 = {
     "tie_word_embeddings": True,
+    "num_key_value_heads": 8,
     "max_position_embeddings": 128_000,
     "rope_theta": 1e6,
     "norm_eps": 1e-5,

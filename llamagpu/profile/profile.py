@@ -34,6 +34,8 @@ ROW_WISE_BYTES = {
     "silu_mul_texture": 12,
     "store_kv": 5,
     "add_rms_norm": 12,
+    "conv_inputs_texture": 12,
+    "short_conv_texture": 20,  # with three taps
     "short_conv": 28,  # b, c, x and the result; inputs of two positions before and its own, as f32
 }
 

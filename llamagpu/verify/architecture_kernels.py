@@ -13,7 +13,20 @@ from llamagpu.engine.options import KvType
 from llamagpu.files.architectures import Activation, QkNorm
 from llamagpu.files.config import LayerKind, ModelConfig, Rope
 from llamagpu.gpu.device import Gpu
-from llamagpu.verify.reference import Answer, Array, Case, Floats, ops_at, random, rms_norm, run, silu, step_buffer
+from llamagpu.verify.reference import (
+    F32,
+    ROUNDED_F16,
+    Answer,
+    Array,
+    Case,
+    Floats,
+    ops_at,
+    random,
+    rms_norm,
+    run,
+    silu,
+    step_buffer,
+)
 
 ROWS, WIDTH = 3, 129
 POSITION, CELLS = 40, 64  # of rotate
@@ -27,7 +40,9 @@ def architecture_cases(gpu: Gpu) -> Iterator[Case]:
     yield Case("sum_rms_norm", f"width {WIDTH}", partial(sum_norm, gpu))
     yield Case("scale", shape, partial(scale, gpu))
     yield Case("soft_cap", shape, partial(soft_cap, gpu))
-    yield Case("short_conv", f"width 36, 3 taps, m {ROWS}", partial(short_conv, gpu))
+    for kv_type, bound in ((KvType.F16, ROUNDED_F16), (KvType.F32, F32)):
+        convolved = f"width 36, 3 taps, m {ROWS}, {kv_type} cache"
+        yield Case("short_conv", convolved, partial(short_conv, gpu, kv_type), bound)
     for qk_norm in (QkNorm.HEAD, QkNorm.ROW):
         yield Case("rotate", f"3 heads of 16, 2 kv, norm by {qk_norm}, m {ROWS}", partial(rotate, gpu, qk_norm))
 
@@ -82,21 +97,24 @@ def soft_cap(gpu: Gpu) -> Answer:
     return gpu.read(y, np.float32, x.size).reshape(x.shape), 2 * np.tanh(x.astype(np.float64) / 2)
 
 
-def short_conv(gpu: Gpu) -> Answer:
+def short_conv(gpu: Gpu, kv_type: KvType) -> Answer:
     """Three rows; the first ones read inputs of before from the cache, where this leaves theirs."""
     kind, rng = LayerKind(rope=Rope.NONE, is_conv=True), random("short_conv")
     config = replace(synthetic.synthetic_config("tiny"), dim=36, head_dim=6, conv_taps=3)
-    shapes = (ROWS, 3, 36), (3, 36), (2, 3, CELLS, 6)
-    x, taps, cache = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    shapes, dtype = ((ROWS, 3, 36), (3, 36), (2, 3, CELLS, 6)), np.float16 if kv_type is KvType.F16 else np.float32
+    x, taps, before = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    cache = before.astype(dtype)
     y, (k, v) = gpu.zeros(4 * ROWS * 36, "y"), (gpu.upload(half, "cache") for half in cache)
     bound = gpu.upload(x, "x"), gpu.upload(taps, "w"), (k, v), y
     make = ops_at(gpu, ROWS, POSITION, CELLS)
-    run(gpu, [make.short_conv(config, kind, *bound, KvType.F32, ROWS)], ROWS, POSITION)
+    run(gpu, [make.short_conv(config, kind, *bound, kv_type, ROWS)], ROWS, POSITION)
     b, c, last = np.moveaxis(x.astype(np.float64), 1, 0)
+    own = b * last  # of the row itself: not yet rounded
     cells = np.moveaxis(cache.astype(np.float64), 2, 0).reshape(CELLS, 36)
-    cells[POSITION : POSITION + ROWS] = b * last
-    want = [c[i] * sum(taps[j] * cells[POSITION + i + j - 2] for j in range(3)) for i in range(ROWS)]
-    left = np.stack([gpu.read(half, np.float32, 3 * CELLS * 6).reshape(3, CELLS, 6) for half in (k, v)])
+    cells[POSITION : POSITION + ROWS] = own.astype(np.float32).astype(dtype)
+    seen = [sum(taps[j] * cells[POSITION + i + j - 2] for j in range(2)) for i in range(ROWS)]
+    want = [c[i] * (seen[i] + taps[2] * own[i]) for i in range(ROWS)]
+    left = np.stack([gpu.read(half, dtype, 3 * CELLS * 6).reshape(3, CELLS, 6) for half in (k, v)])
     got = gpu.read(y, np.float32, ROWS * 36).reshape(ROWS, 36)
     return np.concatenate([got, np.moveaxis(left, 2, 0).reshape(CELLS, 36)]), np.concatenate([want, cells])
 
