@@ -419,13 +419,14 @@ def test_the_file_before_stays_until_the_new_one_is_whole(saved, cache):
     assert left(cache) == ["prompt"] and cache.read_bytes() == raw
 
 
-def test_two_runs_for_one_file(saved, cache):
-    llama, _ = saved
+def test_two_runs_for_one_file(saved, opened, cache):
+    llama, second = saved[0], opened(kv_type="f16")
     read(llama, token_ids(50))
+    read(second, token_ids(50))
 
     def other(done: int, total: int) -> None:
         if not cache.exists():
-            llama.save_prompt(cache, 20)
+            second.save_prompt(cache, 20)
 
     cache.unlink()
     llama.save_prompt(cache, progress=other)
