@@ -75,14 +75,8 @@ class Grammar:
             raise BadArgument(f"the schema is not JSON: {reason}", f"give {expected}") from None
         check_argument("schema", value, isinstance(value, dict), expected)
         _check_size(text)
-        own = json.loads(text)
-        for each in _schemas(own):
-            _check_counts(each)
-            _check_controls(each)
-            _check_bounds(each)
-            _narrow(each)
         try:
-            source = _llguidance().LLMatcher.grammar_from_json_schema(json.dumps(own), JSON_OPTIONS)
+            source = _llguidance().LLMatcher.grammar_from_json_schema(enforceable(text), JSON_OPTIONS)
         except ValueError as error:
             raise _wrong("JSON schema", str(error)) from None
         return cls._checked("JSON schema", source)
@@ -223,6 +217,22 @@ class Matcher:
         if self._matcher.is_error():
             reason = _reason(self._matcher.get_error())
             raise GrammarFailed(f"the grammar cannot go on: {reason}", "use a simpler grammar")
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """What stands for a value of this schema in a Lark grammar."""
+    return "%json " + enforceable(json.dumps({**schema, "x-guidance": JSON_OPTIONS}))
+
+
+def enforceable(schema: str) -> str:
+    """The schema as llguidance enforces it; BadArgument where it does not."""
+    own = json.loads(schema)
+    for each in _schemas(own):
+        _check_counts(each)
+        _check_controls(each)
+        _check_bounds(each)
+        _narrow(each)
+    return json.dumps(own)
 
 
 def is_gbnf(text: str, name: str = "") -> bool:

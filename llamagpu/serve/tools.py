@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from llamagpu.engine.grammar import JSON_OPTIONS
+from llamagpu.engine.grammar import json_rule
 from llamagpu.files.tokenizer import FINAL_CHANNEL, Tokenizer
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": ...}}
@@ -191,8 +191,8 @@ def call_or_answer(
     rules = {
         "start": 'call ("\\n" call)* | answer' if parallel else "call | answer",
         "call": f"{f'({begin})?' if style.bare else begin} {opening} call_object {json.dumps(style.closing)}",
-        "call_object": f"%json {json.dumps({**call, 'x-guidance': JSON_OPTIONS})}",
-        "answer": f"%json {json.dumps({**answer, 'x-guidance': JSON_OPTIONS})}",
+        "call_object": json_rule(call),
+        "answer": json_rule(answer),
     }
     return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
 
@@ -201,13 +201,12 @@ def harmony_calls(tools: Sequence[Tool], tokenizer: Tokenizer, answer: Mapping[s
     """A Lark grammar: the rest of a call after HARMONY.forced; with the schema of an answer, a call or an answer."""
     rules = {}
     for i, function in enumerate(tool["function"] for tool in tools):
-        schema = {**(function.get("parameters") or {}), "type": "object", "x-guidance": JSON_OPTIONS}
         rules[f"call{i}"] = f"{lark(function['name'] + HEADER_END, tokenizer)} arguments{i}"
-        rules[f"arguments{i}"] = f"%json {json.dumps(schema)}"
+        rules[f"arguments{i}"] = json_rule({**(function.get("parameters") or {}), "type": "object"})
     start = " | ".join(f"call{i}" for i in range(len(tools)))
     if answer is not None:
         start = f"{lark(HARMONY.begin, tokenizer)} ({start}) | {lark(HARMONY.answer, tokenizer)} answer"
-        rules["answer"] = f"%json {json.dumps({**answer, 'x-guidance': JSON_OPTIONS})}"
+        rules["answer"] = json_rule(answer)
     return "\n".join(f"{name}: {rule}" for name, rule in {"start": start, **rules}.items())
 
 
