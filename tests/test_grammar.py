@@ -167,6 +167,14 @@ def matches(grammar: Grammar, tiny: Any, text: str) -> bool:
         ({"type": "integer", "exclusiveMinimum": 5, "exclusiveMaximum": 8}, ["6", "7"], ["5", "8"]),
         ({"type": "integer", "minimum": 0, "maximum": LARGE}, ["0", str(LARGE)], ["-1", str(LARGE + 1)]),
         ({"exclusiveMinimum": 10.0}, ["10.5", "11"], ["10", "10.0"]),
+        ({"exclusiveMinimum": 0, "maximum": 1e-6}, ["0.000001", "0.0000005"], ["0", "0.000002"]),
+        ({"exclusiveMinimum": 0, "const": 1e-6}, ["0.000001"], ["0"]),
+        ({"exclusiveMinimum": 0, "maximum": 1}, ["0.00000001", "1"], ["0", "1.1"]),
+        ({"anyOf": [{"maximum": 0.5}, {"maximum": 7}], "exclusiveMinimum": 0}, ["0.5", "6"], ["0", "8"]),
+        ({"type": "integer", "exclusiveMinimum": 17 * 10**14}, ["1700000000000001"], ["1700000000000000"]),
+        ({"type": "integer", "minimum": 10**16, "maximum": 10**16 + 4}, [f"{10**16}"], [f"{10**16 - 1}", "5"]),
+        ({"type": ["integer", "null"], "minimum": 0, "maximum": LARGE}, [str(LARGE), "null"], [str(LARGE + 1)]),
+        ({"type": "integer", "minimum": 0, "exclusiveMaximum": LARGE + 1}, [str(LARGE)], [str(LARGE + 1)]),
     ],
     ids=str,
 )
@@ -274,6 +282,21 @@ def test_a_wrong_grammar_is_refused(name: str) -> None:
     with pytest.raises(BadArgument, match=cause) as caught:
         make(*arguments)
     assert caught.value.cause.isprintable() and len(caught.value.cause) < 300 and caught.value.remedy
+    assert caught.value.cause.count("cannot be used") <= 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "cause", "remedy"),
+    [
+        ({"minProperties": 3}, "minProperties is 3, and 0 keys are required", "name the keys in `required`"),
+        ({"const": "\u0007"}, "a string of it may need a control character", "correct or simplify it"),
+        ({"minimum": 1 << 60}, "minimum is too far from 0 to be enforced", "give one within 9,007,199,254,740,992"),
+    ],
+)
+def test_what_is_said_of_a_schema_that_is_refused(schema: dict[str, Any], cause: str, remedy: str) -> None:
+    with pytest.raises(BadArgument) as caught:
+        Grammar.json_schema(schema)
+    assert (caught.value.cause, caught.value.remedy) == (f"the JSON schema cannot be used: {cause}", remedy)
 
 
 @pytest.mark.parametrize("schema", [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}])
@@ -294,6 +317,9 @@ CONTROLS = ("\u0007", "\u001f", "\u007f", "x\u0000y")
         *({"pattern": f"^a{text}b$"} for text in (r"\x03", r"\x1e", r"\u001F", r"\x{7}", r"\x{01f}", r"\a", r"\v")),
         *({"pattern": f"^a{text}b$"} for text in (r"\u{3}", r"\U{03}", r"\U00000003", r"[\u{3}]")),
         {"$ref": "#/more/p", "more": {"p": {"const": "\u0007"}}},
+        {"$ref": "#/components/a~1b/title", "components": {"a/b": {"title": {"const": "\u0007"}}}},
+        {"$ref": "#/default", "default": {"const": "\u0007"}},
+        {"$ref": "#/x-of/1", "x-of": [{}, {"anyOf": [{"const": "\u0007"}]}]},
         {"pattern": r"^a[\x03]b$"},
         {"patternProperties": {r"^a\x7f$": {}}},
     ],

@@ -7,9 +7,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,8 +77,9 @@ class Grammar:
             raise BadArgument(f"the schema is not JSON: {reason}", f"give {expected}") from None
         check_argument("schema", value, isinstance(value, dict), expected)
         _check_size(text)
+        text = enforceable(text)
         try:
-            source = _llguidance().LLMatcher.grammar_from_json_schema(enforceable(text), JSON_OPTIONS)
+            source = _llguidance().LLMatcher.grammar_from_json_schema(text, JSON_OPTIONS)
         except ValueError as error:
             raise _wrong("JSON schema", str(error)) from None
         return cls._checked("JSON schema", source)
@@ -227,11 +230,12 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 def enforceable(schema: str) -> str:
     """The schema as llguidance enforces it; BadArgument where it does not."""
     own = json.loads(schema)
-    for each in _schemas(own):
+    schemas = list(_schemas(own))
+    for each in schemas:
         _check_counts(each)
         _check_controls(each)
         _check_bounds(each)
-        _narrow(each)
+    _narrow(schemas)
     return json.dumps(own)
 
 
@@ -293,19 +297,37 @@ def _check_size(text: str) -> None:
         raise BadArgument("the grammar has characters that are not Unicode", "give UTF-8 text") from None
 
 
-def _schemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The schema and all in it. What is under an unknown keyword may be one, too, for a $ref may lead there."""
-    found: list[Any] = [schema]
+def _schemas(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schema and all in it, wherever a $ref leads."""
+    found: list[Any] = [root]
+    seen: set[int] = set()
     for value in found:
-        if isinstance(value, dict):
-            yield value
-            for key, inner in value.items():
-                if key in NAMED and isinstance(inner, dict):
-                    found += inner.values()
-                elif key not in VALUES:
-                    found.append(inner)
-        elif isinstance(value, list):
+        if isinstance(value, list):
             found += value
+        if not isinstance(value, dict) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        for key, inner in value.items():
+            if key in NAMED and isinstance(inner, dict):
+                found += inner.values()
+            elif key == "$ref":
+                found.append(_referred(root, inner))
+            elif key not in VALUES:
+                found.append(inner)
+
+
+def _referred(root: Any, reference: object) -> Any:
+    """What a JSON pointer leads to; llguidance refuses one that leads nowhere."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    for name in unquote(reference).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, list) and name.isdecimal():
+            root = dict(enumerate(root)).get(int(name))
+        else:
+            root = root.get(name) if isinstance(root, dict) else None
+    return root
 
 
 def _check_counts(schema: dict[str, Any]) -> None:
@@ -329,31 +351,54 @@ def _check_controls(schema: dict[str, Any]) -> None:
 
 
 def _check_bounds(schema: dict[str, Any]) -> None:
-    """Refuse bounds of numbers that llguidance would move outwards, which are large ones."""
-    whole = schema.get("type") == "integer"
+    """Refuse bounds of numbers that llguidance would move outwards, which are large ones: they become floats, and those
+    of integers are limited to 64 bits."""
+    whole = _is_whole(schema)
 
-    def moved(name: str, sign: int) -> bool:
+    def moved(bound: float, sign: int, exclusive: bool) -> bool:
         """`sign` -1: a lower bound."""
-        bound = schema.get(name)
-        if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) <= EXACT:
+        if abs(bound) <= EXACT:
             return False
-        limits = whole and sign * bound >= INT64_MAX
-        exact = isinstance(bound, float) or (bound.bit_length() < 1024 and sign * (int(float(bound)) - bound) <= 0)
-        return name.startswith("exclusive") or sign * bound < 0 or not (exact or limits)
+        near = int(float(bound)) if isinstance(bound, float) or bound.bit_length() < 1024 else None
+        if not whole:
+            return exclusive or sign * bound < 0 or near is None or sign * near > sign * bound
+        if sign * bound > INT64_MAX or (sign * bound == INT64_MAX and not exclusive):
+            return False
+        return near != bound or sign * bound < -INT64_MAX
 
     for name, sign in BOUNDS.items():
-        if moved(name, sign):
+        bound = _number(schema, name)
+        if bound is not None and moved(bound, sign, name.startswith("exclusive")):
             cause = f"the JSON schema cannot be used: {name} is too far from 0 to be enforced"
             raise BadArgument(cause, f"give one within {EXACT:,}")
 
 
-def _narrow(schema: dict[str, Any]) -> None:
-    """Exclusive bounds that are whole, a little further in: llguidance takes such a bound for an inclusive one where no
-    whole number lies between it and the other bound."""
-    for name in ("exclusiveMinimum", "exclusiveMaximum"):
-        bound = schema.get(name)
-        if isinstance(bound, int | float) and not isinstance(bound, bool) and bound == int(bound):
-            schema[name] = bound - BOUNDS[name] * max(1e-6, 4 * math.ulp(bound))
+def _is_whole(schema: dict[str, Any]) -> bool:
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    return "integer" in kinds and "number" not in kinds
+
+
+def _number(schema: dict[str, Any], name: str) -> float | None:
+    value = schema.get(name)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _narrow(schemas: list[dict[str, Any]]) -> None:
+    """Move whole exclusive bounds of numbers in, by a thousandth of the distance to the other bound, which another part
+    of the schema may have: llguidance takes one for inclusive where no whole number lies between the two."""
+    nearest: dict[tuple[int, int], float] = {}  # by the sign of a bound and its whole part: its distance from that
+    for schema, (name, sign) in product(schemas, BOUNDS.items()):
+        other = _number(schema, name)
+        if other is not None and abs(other) <= EXACT and sign * (distance := other - int(other)) > 0:
+            key = sign, int(other)
+            nearest[key] = min(abs(distance), nearest.get(key, 1.0))
+    for schema, (name, sign) in product(schemas, (("exclusiveMinimum", -1), ("exclusiveMaximum", 1))):
+        bound = _number(schema, name)
+        if bound is None or bound != int(bound) or _is_whole(schema):
+            continue
+        if gap := nearest.get((-sign, int(bound))):
+            schema[name] = bound - sign * max(gap / 1000, math.ulp(bound))
 
 
 def _only(found: re.Match[str]) -> str:
