@@ -232,6 +232,7 @@ class Llama:
         kernel when it runs: there this does nothing.
         """
         check_process()
+        self.scheduler.check_idle()
         with self.scheduler.lock, map_device_lost():
             self._check_open()
             if not self.gpu.software:
@@ -689,6 +690,8 @@ class Generation(Iterator[Token]):
         if self.finish_reason:
             raise StopIteration
         self._check_ended()
+        if not self.ready:
+            self.llama.scheduler.check_idle()
         self.begin()
         try:
             with map_device_lost():

@@ -211,6 +211,9 @@ def test_incomplete_and_unsupported_folders_are_refused(tmp_path):
     (folder / "model-00002-of-00003.safetensors").unlink()
     fails(folder, "1 of 3 shards missing", "00002")
     make()
+    (folder / "2_Dense").mkdir()
+    assert fails(folder, "another matrix (2_Dense)").exit_code == 4
+    (folder / "2_Dense").rmdir()
     (folder / "model.safetensors").unlink()
     fails(folder, "no .safetensors")
     (folder / "config.json").write_text("{")

@@ -502,6 +502,8 @@ def test_a_progress_function_that_generates_is_refused(path, gpu):
             "complete": lambda: llama.complete("a", max_tokens=2),
             "embed": lambda: llama.embed("a"),
             "save": lambda: llama.save_prompt("prompt"),
+            "next": lambda: [next(neighbour) for _ in range(50)],
+            "warm up": lambda: llama.warm_up(),
         }
         alone = llama.generate("the quick", max_tokens=40, sampling=GREEDY, ignore_eos=True).result().ids
         for call in tried.values():
@@ -511,7 +513,7 @@ def test_a_progress_function_that_generates_is_refused(path, gpu):
             with pytest.raises(WrongState, match="progress function uses the model"):
                 next(run)
             assert neighbour.result().ids == alone
-        assert llama.complete("a", max_tokens=2).usage.completion_tokens == 2
+            assert llama.complete("a", max_tokens=2).usage.completion_tokens == 2
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "x"])

@@ -54,7 +54,7 @@ def find_architecture(config: dict[str, Any]) -> tuple[Architecture, dict[str, A
 
     A model of images and text has the text model's config inside its own.
     """
-    inner, classes = config.get("text_config"), config.get("architectures")
+    inner = config.get("text_config")
     config = config | inner if isinstance(inner, dict) else config
     model_type = config.get("model_type", "")
     if isinstance(model_type, list | dict):
@@ -62,8 +62,6 @@ def find_architecture(config: dict[str, Any]) -> tuple[Architecture, dict[str, A
     record = from_hf_type(model_type)
     if record is None:
         raise Unsupported(f"architecture {shown(config.get('model_type'))} is not supported", REMEDY_ARCHITECTURE)
-    if isinstance(classes, list) and classes and all(str(name).endswith("Model") for name in classes):
-        raise Unsupported(f"{shown(classes[0])} has no output head", "use a checkpoint that generates text")
     config = {**record.hf_defaults, **config}
     if record.short_convs:
         config = conv_config(config)

@@ -11,7 +11,7 @@ from llamagpu.convert.hf_config import find_architecture, metadata_key, read_met
 from llamagpu.convert.hf_tensors import name_tensors
 from llamagpu.convert.source import Source
 from llamagpu.convert.vocab import read_json, vocabulary
-from llamagpu.errors import BadFile
+from llamagpu.errors import BadFile, Unsupported
 from llamagpu.files.gguf_file import REMEDY_REFETCH, shown
 from llamagpu.files.safetensors_file import Stored, read_header
 
@@ -23,6 +23,9 @@ def from_folder(folder: Path, name: str = "") -> Source:
     with malformed_json("config.json"):
         record, config = find_architecture(config)
         metadata = read_metadata(config, record, name or folder.name)
+    if dense := sorted(path.name for path in folder.glob("*_Dense") if path.is_dir()):
+        cause = f"embeddings that pass another matrix ({dense[0]}) are not supported"
+        raise Unsupported(cause, "Use a model without one.")
     with malformed_json("the index of the shards"):
         arrays = find_arrays(folder)
     with malformed_json("config.json"):

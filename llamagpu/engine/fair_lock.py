@@ -13,6 +13,11 @@ class FairLock:
         self._owner: int | None = None
         self._depth = 0
 
+    @property
+    def held(self) -> bool:
+        """Whether this thread has it."""
+        return self._owner == threading.get_ident()
+
     def __enter__(self) -> None:
         me = threading.get_ident()
         with self._mutex:

@@ -216,7 +216,7 @@ class Scheduler:
     def alone(self, positions: int) -> Iterator[Sequence]:
         """A sequence of the caller's own, with room for so many positions. All requests wait until it ends."""
         with self.lock:
-            self._check_idle()
+            self.check_idle()
             try:
                 self.busy = True
                 self._drop_cancelled()
@@ -232,6 +232,12 @@ class Scheduler:
             finally:
                 self.busy = False
 
+    def check_idle(self) -> None:
+        """Refuse to begin a step in a function that another one calls."""
+        if self.busy and self.lock.held:
+            cause = "a progress function uses the model whose progress it is told"
+            raise WrongState(cause, "use it when the call has returned")
+
     def close(self, reason: BaseException) -> None:
         """End all requests, and take no more."""
         with self.lock:
@@ -244,7 +250,7 @@ class Scheduler:
 
     def step(self) -> None:
         """Run what is due: tokens for those who decode, or a piece of a prompt."""
-        self._check_idle()
+        self.check_idle()
         try:
             self.busy = True
             with map_device_lost():
@@ -261,11 +267,6 @@ class Scheduler:
         finally:
             self.busy = False
 
-    def _check_idle(self) -> None:
-        """Only the thread that is in a step can get here during it."""
-        if self.busy:
-            raise WrongState("a progress function uses the model that it reports on", "use it after the prompt is read")
-
     def _step(self) -> None:
         self._drop_cancelled()
         self._admit()
@@ -274,7 +275,7 @@ class Scheduler:
             self._land()
             if self.waiting and idle:  # nothing would ever change that
                 cause = "no request runs, and the next one finds no slot or no pages"
-                raise LlamaGpuError(cause, "load the model again; this is a fault of llamagpu, or alone() is under way")
+                raise LlamaGpuError(cause, "load the model again; this is a fault of llamagpu")
             return
         if self._steady():
             self._decode_ahead()
