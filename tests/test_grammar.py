@@ -19,7 +19,8 @@ from test_cli import run as command  # noqa: F401
 
 from llamagpu import Grammar, Llama, Sampling
 from llamagpu.engine import grammar as grammar_module
-from llamagpu.engine.grammar import GrammarVocabulary, Matcher, allowed_tokens, is_gbnf, json_rule
+from llamagpu.engine.grammar import GrammarVocabulary, Matcher, allowed_tokens, is_gbnf
+from llamagpu.engine.json_schema import json_rule
 from llamagpu.engine.sampler import HostSampler
 from llamagpu.errors import BadArgument, GrammarFailed, LlamaGpuError
 from llamagpu.files.gguf_file import GgufFile

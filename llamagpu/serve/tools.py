@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from llamagpu.engine.grammar import json_rule
+from llamagpu.engine.json_schema import json_rule
 from llamagpu.files.tokenizer import FINAL_CHANNEL, Tokenizer
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": ...}}
