@@ -50,6 +50,7 @@ var<workgroup> scores: array<vec4<u32>, ROWS * SCORE_PITCH - 1u>;    // f32 [row
 var<workgroup> weights: array<vec2<u32>, ROWS * WEIGHT_PITCH>;       // f16 [row][position]
 const GREW: u32 = 8u;  // where weights tells, in padding, whether a row needs a new top
 const VALUES: u32 = KV_TILE * PITCH;
+fn after(tile: u32, begin: u32, end: u32) -> u32 { return select(tile + 1u, min(begin, end - 1u), tile + 1u >= end); }  // begin after the last
 struct Loads { v: array<vec4<u32>, LOADS> }
 fn load_number(index: u32, i: u32) -> u32 { return select(min(index + i * WORKGROUP, KV_TILE * HEAD_VEC8 - 1u), index + i * WORKGROUP, EVEN); }
 fn load_keys(cell0: u32, index: u32) -> Loads {
@@ -156,10 +157,14 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let first = select(0u, (first_token_end - min(WINDOW, first_token_end)) / KV_TILE, WINDOW > 0u);  // kv tile
   let tiles = (tile_end + KV_TILE - 1u) / KV_TILE;
   let split_tiles = (tiles - first + SPLITS - 1u) / SPLITS;
-  let begin = first + split * split_tiles;
+  let begin = min(first + split * split_tiles, tiles);
   let end = min(begin + split_tiles, tiles);
   let head_cell = workgroup.x * step.capacity;  // of the KV head
-  var cell = head_cell + cell_of(segment.z, min(begin, tiles - 1u) * KV_TILE);
+  // Each workgroup begins at a kv tile of its own, of those that all rows see whole: so together they soon have the cache in L2, where
+  // one after the other all would wait for memory at every tile
+  let seen_whole = select(0u, clamp(first_token_end / KV_TILE, begin, end) - begin, WINDOW == 0u);
+  var tile = min(begin + token0 / TOKENS * seen_whole / ((segment.y + TOKENS - 1u) / TOKENS), end - 1u);
+  var cell = head_cell + cell_of(segment.z, tile * KV_TILE);
   var keys = load_keys(cell, index);
   var values = load_values(cell, index);
   const HIGH = HEAD_DIM - 64u;  // 0, or where the second 64 dimensions begin
@@ -205,11 +210,13 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   for (var n = index; n < KV_TILE * PITCH - 1u; n += WORKGROUP) { kv[VALUES + n] = vec4<u32>(); }
   for (var n = index; n < ROWS * WEIGHT_PITCH; n += WORKGROUP) { weights[n] = vec2<u32>(); }
   stage(&keys, 0u, KV_TILE, index);
-  cell = head_cell + cell_of(segment.z, min(begin + 1u, tiles - 1u) * KV_TILE);
+  var next = after(tile, begin, end);
+  cell = head_cell + cell_of(segment.z, next * KV_TILE);
   keys = load_keys(cell, index);
-  var next_cell = head_cell + cell_of(segment.z, min(begin + 2u, tiles - 1u) * KV_TILE);  // read early: the loads wait for it
+  var third = after(next, begin, end);
+  var next_cell = head_cell + cell_of(segment.z, third * KV_TILE);  // read early: the loads wait for it
   workgroupBarrier();
-  var tile = begin;
+  var left = end - begin;  // tiles
   loop {
     loop {
       var s_a: Result; var s_b: Result;
@@ -259,7 +266,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         a3 = subgroupMatrixMultiplyAccumulate(wa1, v13, a3);
         b3 = subgroupMatrixMultiplyAccumulate(wb1, v13, b3);
       }
-      if (tile >= end) { break; }
+      if (left == 0u) { break; }
       if (HIGH > 0u) {
         let k0 = subgroupMatrixLoad<Right, col_major>(&kv, own_keys, PITCH);
         s_a = subgroupMatrixMultiplyAccumulate(qa0, k0, Result());
@@ -294,15 +301,19 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
       values = load_values(cell, index);
       keys = load_keys(next_cell, index);
       cell = next_cell;
-      next_cell = head_cell + cell_of(segment.z, min(tile + 3u, tiles - 1u) * KV_TILE);
+      let fourth = after(third, begin, end);
+      next_cell = head_cell + cell_of(segment.z, fourth * KV_TILE);
       let whole = p0 + KV_TILE <= first_token_end && WINDOW == 0u;  // every row sees all positions of the kv tile
       let sum = store_weights(own_weights, load_scores(own_scores, top, whole, p0 + parity * 4u - own.begin, own.seen));
       if (sum > MOST) { weights[GREW].x = 1u; }
       if (workgroupUniformLoad(&weights[GREW]).x != 0u) { break; }  // with its barriers: weights, keys and values are there
       total += sum;
-      tile++;
+      left--;
+      tile = next;
+      next = third;
+      third = fourth;
     }
-    if (tile >= end) { break; }
+    if (left == 0u) { break; }
     let since = tile * KV_TILE - own.begin;
     let a = load_scores(row * SCORE_PITCH, 0.0, false, since, own.seen);
     let b = load_scores(row * SCORE_PITCH + 1u, 0.0, false, since + 4u, own.seen);
@@ -312,7 +323,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     total = total * rescale + store_weights(own_weights, load_scores(own_scores, top, false, since + parity * 4u, own.seen));
     workgroupBarrier();  // all have read their scores
     if (index == 0u) { weights[GREW].x = 0u; }
-    if (tile > begin) {
+    if (left < end - begin) {
       if (parity == 0u) { scores[row * SCORE_PITCH + 8u] = vec4<u32>(bitcast<u32>(rescale)); }
       subgroupMatrixStore<row_major>(&scores, strip, a0, SCORE_PITCH); subgroupMatrixStore<row_major>(&scores, strip + 4u, a1, SCORE_PITCH);
       workgroupBarrier();
@@ -341,7 +352,10 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         workgroupBarrier();
       }
     }
-    tile++;
+    left--;
+    tile = next;
+    next = third;
+    third = after(third, begin, end);
   }
   workgroupBarrier();  // all are done with weights, which two lanes of a row now use to add up their totals
   weights[own_weights] = vec2<u32>(bitcast<u32>(total));
