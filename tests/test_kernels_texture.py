@@ -1,24 +1,26 @@
 """Kernels of the texture backend against float64, and the texture layout of weights."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
-from kernel_cases import GUARD, SLOTS, Steps, attended, covers, per_row, per_segment, run, same_first_page, segment
+from kernel_cases import GUARD, SLOTS, Steps, attended, covers, per_row, run, same_first_page, segment
 from reference import assert_close
 
 from llamagpu.engine import ops, routes
 from llamagpu.engine.kv_cache import TEXTURE_ROWS
 from llamagpu.engine.ops import Ops, Output, PrologueSpec
 from llamagpu.engine.options import KvType
+from llamagpu.engine.page_table import PageTable
 from llamagpu.engine.routes import Attention, Epilogue, Prologue
-from llamagpu.engine.step_inputs import Segment
+from llamagpu.engine.step_inputs import Segment, StepInputs
 from llamagpu.engine.synthetic import synthetic_config
 from llamagpu.files.architectures import QkNorm
 from llamagpu.files.config import LayerKind, Rope
 from llamagpu.files.storage import Storage, dequantize
 from llamagpu.files.texture_layout import to_texture
-from llamagpu.verify.reference import F32, Weight, only, ops_at, random, rms_norm, silu, step_buffer, swiglu
+from llamagpu.verify.reference import F32, Weight, only, random, rms_norm, silu, step_buffer, swiglu
 from llamagpu.verify.textures import cache_rows, read_rows, texture_matrix, upload_rows
 
 STORAGES = {  # storage, group, has_offset
@@ -214,13 +216,15 @@ ATTEND_STEPS = {
     "5 at 30": [segment(1, 30, 5)],
     "three sequences": [segment(2, 0, 5), segment(0, 97, 3), segment(1, 30, 1)],
     "a shared page": [segment(2, 80, 2), segment(0, 97, 3), segment(1, 64, 1)],
+    "a row of each": [segment(2, 0, 1), segment(0, 101, 1), segment(1, 30, 1)],
+    "a row of each, a shared page": [segment(1, 66, 1), segment(2, 103, 1)],
 }
 
 
-@covers("attend_texture", "attend_texture_scores", "attend_texture_values")
+@covers("attend_texture", "attend_texture_decode", "attend_texture_scores", "attend_texture_values")
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("name", ATTEND_STEPS)
-@pytest.mark.parametrize("heads", [(6, 2, 64), (2, 2, 8), (4, 1, 128)], ids=["6/2x64", "2/2x8", "4/1x128"])
+@pytest.mark.parametrize("heads", [(6, 2, 64), (2, 2, 8), (4, 1, 128), (3, 3, 40)], ids="{0[0]}/{0[1]}x{0[2]}".format)
 def test_attention(gpu, heads, name, window):
     """A cache texture of 64 rows: every page has columns of its own."""
     segments, (count, kv_heads, d) = ATTEND_STEPS[name], heads
@@ -234,12 +238,9 @@ def test_attention(gpu, heads, name, window):
         guarded_texture(gpu, m + 1, count * d),
         gpu.texture(texture_rows, (capacity // 64 + 1) * count, "scores"),
     )
-    shape = Attention(m, *heads, window, d**-0.5)
+    shape = Attention(m, *heads, window, d**-0.5, segments=len(segments))
     textures = upload_rows(gpu, q.reshape(m, -1)), cache, scores, y
-    plan = step.ops.attend_textures(shape, *textures, {"TEXTURE_ROWS": texture_rows})
-    if len(segments) > 1:
-        plan = [per_segment(dispatch, segments) for dispatch in plan]
-    run(gpu, plan, m, segments[0].position)
+    run(gpu, step.ops.attend_textures(shape, *textures, {"TEXTURE_ROWS": texture_rows}), m, segments[0].position)
     got = read_rows(gpu, y)
     assert_close(got[:m].reshape(q.shape), attended(q, k, v, segments, window), *F32, f"{heads}, {name}")
     assert (got[m:] == GUARD).all()
@@ -255,15 +256,20 @@ def test_attention_over_the_longest_context(gpu, d):
     values = np.arange(65600, dtype=np.float32) / 65600
     cache = upload_rows(gpu, cache_rows(np.zeros((1, 65600, d)), np.tile(values[None, :, None], d), texture_rows))
     q, scores = upload_rows(gpu, np.zeros((2, d))), gpu.texture(texture_rows, 3, "scores")
-    for m, positions in ((2, most), (1, most), (1, len(values)), (2, len(values))):
-        position, y = positions - m, gpu.texture(d // 4, 2, "y")
-        make = ops_at(gpu, m, position, len(values))
-        run(gpu, make.attend_textures(Attention(m, 1, 1, d), q, cache, scores, y), m, position)
+    step, table = StepInputs(gpu), PageTable(gpu, 2, len(values), len(values))
+    for slot in (0, 1):
+        table.assign(slot, range(table.pages))
+    for positions, (m, count) in product((most, len(values)), ((2, 1), (1, 1), (2, 2))):
+        y, rows = gpu.texture(d // 4, 2, "y"), m // count  # of each sequence
+        segments = [segment(slot, positions - rows, rows) for slot in range(count)]
+        step.write(segments, table)
+        shape, make = Attention(m, 1, 1, d, segments=count), Ops(gpu, step.buffer, table.buffer)
+        run(gpu, make.attend_textures(shape, q, cache, scores, y), m, positions - rows)
         got = read_rows(gpu, y)[:m]
-        if gpu.caps.cpu and m == 2 and positions > most and np.isnan(got).any(axis=1).all():
+        if gpu.caps.cpu and rows == 2 and positions > most and np.isnan(got).any(axis=1).all():
             continue  # it stopped early, and that shows
-        want = np.array([[values[: position + t + 1].mean(dtype=np.float64)] * d for t in range(m)])
-        assert_close(got, want, 1e-8, 1e-4, f"{m} rows, {positions} positions")
+        want = np.array([[values[: at + 1].mean(dtype=np.float64)] * d for _, at in per_row(segments)])
+        assert_close(got, want, 1e-8, 1e-4, f"{m} rows of {count} sequences, {positions} positions")
     gpu.free(cache)
 
 

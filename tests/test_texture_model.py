@@ -9,10 +9,13 @@ from one_sequence import load_one, token_ids
 from reference import Reference, assert_close
 from test_model import F32, MODELS, check_against_reference
 
+from llamagpu.engine import routes
 from llamagpu.engine.load import load_model, open_source, resolve
 from llamagpu.engine.options import Backend, EngineOptions, KvType, Precision
 from llamagpu.engine.sequence import Sequence
+from llamagpu.engine.step_inputs import Segment
 from llamagpu.files.gguf_file import GgufFile
+from llamagpu.gpu.recorder import Step
 
 UNFIT = ("head_dim 6", "head_dim 256", "odd widths", "rope_dims 6")  # these run on buffers everywhere
 TEXTURES = Backend.TEXTURES
@@ -36,6 +39,29 @@ def test_pages_in_any_order(gpu, tmp_path):
     want = Reference(GgufFile(path)).forward(ids)
     for start, end in ((0, 60), (60, 100), (100, 101), (101, 139), (139, 140)):
         assert_close(run.logits_after(ids[start:end]), want[end - 1], *F32, f"{end} tokens")
+
+
+def test_rows_of_several_sequences(any_gpu, tmp_path):
+    """A row of each, a step with a piece of one's prompt, a row of each again: the logits that each has alone."""
+    gpu, path, ids = any_gpu, tiny_llama(tmp_path / "m.gguf", context=256), token_ids(140)
+    want = Reference(GgufFile(path)).forward(ids)
+    engine = load_one(gpu, path, context=256, chunk=32, backend=TEXTURES, slots=3).engine
+    model, ends = engine.model, [70, 5, 63]
+    for slot, end in enumerate(ends):
+        engine.reserve(sequence := Sequence(slot), 140)
+        engine.prefill(sequence, ids[:end])
+    for counts in ([1, 1, 1], [1, 30, 1], [1, 1, 1]):
+        segments = [Segment(i, end, ids[end : end + n]) for i, (end, n) in enumerate(zip(ends, counts, strict=True))]
+        rows, position = sum(counts), max(ends)
+        plan = model.plan(rows, position, segments=3)
+        ends = [end + n for end, n in zip(ends, counts, strict=True)]
+        model.write_step(segments)
+        engine.recorder.submit([Step(plan, rows, position)])
+        got = np.array([engine.segment_logits(i) for i in range(3)])
+        assert_close(got, want[np.array(ends) - 1], *F32, f"{counts} rows")
+        lanes = gpu.caps.subgroup == routes.vector_lanes(gpu.caps)
+        kernel = "attend_texture_decode" if rows == 3 and lanes else "attend_texture"
+        assert kernel in {dispatch.kernel for dispatch in plan.dispatches}
 
 
 def test_log_probs(gpu, tmp_path):

@@ -30,6 +30,7 @@ def test_every_kernel_has_a_case(gpu, quick):
     kernels = {name for name, path in shaders.kernel_files().items() if path.parent.name != "parts"}
     cases = [*kernel_cases(gpu, quick), *other_cases(gpu), *texture_cases(gpu)]
     lacking = {"attend_int8"} if gpu.caps.subgroup < 8 else set()
+    lacking |= set() if gpu.caps.subgroup == routes.vector_lanes(gpu.caps) else {"attend_texture_decode"}
     lacking |= set() if gpu.caps.matrices else {"linear_matrix", "linear_skinny", "attend_matrix"}
     assert {case.kernel for case in cases} == kernels - set(WITHIN) - lacking
 

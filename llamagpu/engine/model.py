@@ -143,7 +143,7 @@ class Model(ABC):
         return self._cached(key, lambda: self.step_dispatches(key, position))
 
     def step_key(self, rows: int, position: int, embed: bool, segments: int) -> PlanKey:
-        width, segments = self.plan_width(rows), self.plan_segments(segments)
+        width, segments = self.plan_width(rows, segments), self.plan_segments(segments)
         return PlanKey(PlanKind.STEP, width, self.context_bucket(width, position, segments), embed, segments)
 
     def score_plan(self, rows: int) -> Plan:
@@ -192,7 +192,7 @@ class Model(ABC):
         self.score_buffers.append(self.gpu.zeros(values * 4, label))
         return self.score_buffers[-1]
 
-    def plan_width(self, rows: int) -> int:
+    def plan_width(self, rows: int, segments: int = 1) -> int:
         return rows
 
     def plan_segments(self, segments: int) -> int:
@@ -402,7 +402,7 @@ class BufferModel(Model):
 
     # Plans
 
-    def plan_width(self, rows: int) -> int:
+    def plan_width(self, rows: int, segments: int = 1) -> int:
         return min(self.chunk, routes.plan_width(rows, self.chunk))
 
     @property

@@ -873,7 +873,10 @@ class Ops:
     def attend_textures(
         self, shape: Attention, q: Texture, cache: Texture, scores: Texture, y: Texture, consts: Consts | None = None
     ) -> list[Dispatch]:
-        """Attention over a cache texture; one token takes two dispatches, with its scores in a texture between them."""
+        """Attention over a cache texture; one token takes two dispatches, with its scores in a texture between them.
+
+        Where shape.m is shape.segments, each sequence has one row.
+        """
         own = head_consts(shape) | {"WINDOW": shape.window} | (consts or {})
 
         def over(table: Table[Attention], x: Texture, out: Texture, more: Consts) -> Dispatch:

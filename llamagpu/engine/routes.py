@@ -1659,6 +1659,14 @@ TEXTURE_NORM: Table[RowWise] = (
 
 TEXTURE_ATTEND: Table[Attention] = (
     Route(
+        "attend_texture_decode",
+        lambda s, c: 1 < s.m == s.segments and c.subgroup == vector_lanes(c),
+        "m > 1, a row of each sequence, a subgroup is a vector",
+        lambda s, c, caps, rows, position: (s.kv_heads, rows, 1),
+        (Role.PAGES,),
+        one_vector=True,
+    ),
+    Route(
         "attend_texture",
         lambda s, c: s.m > 1,
         "m > 1",

@@ -61,10 +61,10 @@ class TextureModel(Model):
         own = [self.x, self.mid, self.h, self.q, self.raw, self.act, self.gate, self.up]
         return [*super().scratch(), *(texture for texture in own if texture is not None)]
 
-    # Plans: a plan of several rows takes any number of rows
+    # Plans: of one row of each segment, else of any number of rows
 
-    def plan_width(self, rows: int) -> int:
-        return min(rows, 2)
+    def plan_width(self, rows: int, segments: int = 1) -> int:
+        return min(rows, segments + 1)
 
     def context_bucket(self, width: int, position: int, segments: int = 1) -> int:
         """The context bucket: the grid of one row's scores is fixed, so each doubling of the context has a plan."""

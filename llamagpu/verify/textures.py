@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from llamagpu.engine import routes
 from llamagpu.engine.ops import Ops, Output
 from llamagpu.engine.options import Backend
+from llamagpu.engine.page_table import PageTable
 from llamagpu.engine.routes import Attention, Epilogue, Linear, Route
 from llamagpu.engine.step_inputs import Segment, StepInputs
 from llamagpu.engine.weights import Matrix, WeightTarget, upload_matrix
@@ -54,6 +55,8 @@ def texture_cases(gpu: Gpu) -> Iterator[Case]:
     for m, position in ((1, 200), (33, 65)):
         kernel = "attend_texture" if m > 1 else "attend_texture_scores"
         yield Case(kernel, f"4 heads of 64, 2 kv, m {m} at {position}", partial(attend, gpu, m, position))
+    if gpu.caps.subgroup == routes.vector_lanes(gpu.caps):
+        yield Case("attend_texture_decode", "4 heads of 64, 2 kv, 3 sequences", partial(attend_decode, gpu))
     yield Case("embed_texture", WEIGHTS[0].name, partial(embed, gpu), COPIED)
     yield Case("silu_mul_texture", "width 128, m 5", partial(texture_silu_mul, gpu))
     yield Case("scale_texture", "width 128, m 5", partial(texture_scale, gpu))
@@ -121,6 +124,25 @@ def attend(gpu: Gpu, m: int, position: int) -> Answer:
     textures = upload_rows(gpu, q.reshape(m, -1)), cache, scores, y
     run(gpu, make.attend_textures(shape, *textures, {"TEXTURE_ROWS": texture_rows}), m, position)
     return read_rows(gpu, y).reshape(q.shape), attention(q, k, v, position)
+
+
+def attend_decode(gpu: Gpu) -> Answer:
+    """A row of each of three sequences, which share their pages."""
+    heads, kv_heads, head_dim, texture_rows, positions = 4, 2, 64, 64, (200, 0, 63)
+    rng = random("attend_decode")
+    q = rng.standard_normal((3, heads, head_dim)).astype(np.float32)
+    k, v = rng.standard_normal((2, kv_heads, 201, head_dim)).astype(np.float32)
+    cache, scores = upload_rows(gpu, cache_rows(k, v, texture_rows)), gpu.texture(1, 1, "scores")
+    y, step, table = gpu.texture(heads * head_dim // 4, 3, "y"), StepInputs(gpu), PageTable(gpu, 3, 201, 256)
+    for slot in range(3):
+        table.assign(slot, range(table.pages))
+    step.write([Segment(slot, position, [0]) for slot, position in enumerate(positions)], table)
+    make = Ops(gpu, step.buffer, table.buffer)
+    shape = Attention(3, heads, kv_heads, head_dim, scale=head_dim**-0.5, segments=3)
+    textures = upload_rows(gpu, q.reshape(3, -1)), cache, scores, y
+    run(gpu, make.attend_textures(shape, *textures, {"TEXTURE_ROWS": texture_rows}), 3)
+    want = [attention(q[i : i + 1], k[:, : p + 1], v[:, : p + 1], p) for i, p in enumerate(positions)]
+    return read_rows(gpu, y).reshape(q.shape), np.concatenate(want)
 
 
 def embed(gpu: Gpu) -> Answer:
