@@ -162,8 +162,8 @@ def resolve(options: EngineOptions, source: ModelSource, gpu: Gpu) -> Settings:
     if options.kv_sequences > 1 and not (options.kv_positions or options.kv_memory):
         held = positions_in(replace(options, context=None), c, kv_type, backend, gpu)
         capacity = max(context, min(options.kv_sequences * context, held))
-    # a step has a row of every sequence that decodes
-    chunk = options.chunk or max(routes.default_chunk(caps, precision is Precision.FAST, textures), options.parallel)
+    default = routes.default_chunk(caps, precision is Precision.FAST, textures)
+    chunk = options.chunk or max(default, 2 * options.parallel)  # as many rows of prompts as decode
     chunk = min(chunk, capacity, context * options.parallel)
     slots = min(options.parallel, chunk)
     return Settings(precision, kv_type, backend, chunk, context, capacity, slots)
