@@ -29,6 +29,7 @@ FIELDS = (
     "wgpu_version", "kernel_set", "precision",
 )  # fmt: skip
 GREEDY = Sampling(temperature=0)
+EARLY = PAGE - 1  # tokens that a sequence may have before the last prompt is read
 
 Starts = Callable[[int, int, int, int], None]  # gets PP, TG, B and the repetition that is about to run
 
@@ -37,7 +38,7 @@ Starts = Callable[[int, int, int, int], None]  # gets PP, TG, B and the repetiti
 class Times:
     prompts_s: float  # until the first token of every sequence
     tokens_s: float  # from there to the last token of the last sequence
-    later: int  # tokens that came in that time: sequences whose prompts were read before others have some by then
+    later: int  # tokens that came in that time
 
     @property
     def seconds(self) -> float:
@@ -55,7 +56,11 @@ def prompts_of(engine: Engine, tokens: int, count: int, shared: bool, seed: int)
 
 
 def run(engine: Engine, prompts: Items[list[int]], new: int) -> Times:
-    """All prompts, and `new` tokens after each of them."""
+    """All prompts, and `new` tokens after each of them.
+
+    Those whose prompts are read first have some while others are read. They get as many more, so that all decode
+    together to the end, as in llama-batched-bench: else the last steps would have ever fewer rows.
+    """
     scheduler = Scheduler(engine)
     requests = [Request(prompt, GREEDY, new) for prompt in prompts]
     began = time.perf_counter()
@@ -64,6 +69,8 @@ def run(engine: Engine, prompts: Items[list[int]], new: int) -> Times:
     while not all(request.new for request in requests):
         scheduler.step()
     first, there = time.perf_counter(), sum(len(request.new) for request in requests)
+    for request in requests:
+        request.max_tokens = len(request.new) + new - 1
     while not all(request.done for request in requests):
         scheduler.step()
     later = sum(len(request.new) for request in requests) - there
@@ -102,14 +109,15 @@ def bench_parallel(
 
 
 def engine_options(width: int, case: BenchCase, options: BenchOptions) -> EngineOptions:
-    """A KV cache for `width` sequences of the case."""
+    """A KV cache for `width` sequences of the case, and for some tokens more of those that begin before others."""
+    pages = -(-(case.tokens + EARLY + 1) // PAGE)
     return EngineOptions(
-        context=case.tokens,
+        context=case.tokens + EARLY,
         chunk=case.n_ubatch or None,
         kv_type=case.kv_type,
         precision=options.precision,
         parallel=width,
-        kv_positions=width * (case.tokens + PAGE),
+        kv_positions=width * pages * PAGE,
     )
 
 
