@@ -208,6 +208,21 @@ def test_skinny_compiles(library: Path, strip: str, barrier: str) -> None:
         native.create_module(shaders.compose("linear_skinny", parts, consts | own), "linear_skinny")
 
 
+def test_released_when_the_modules_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its end the interpreter sets the names of modules to None, before it frees the last objects."""
+    released: list[Any] = []
+    functions = SimpleNamespace(
+        BufferRelease=released.append, QueueRelease=released.append, DeviceRelease=released.append,
+        DeviceGetQueue=lambda handle: "queue",
+    )  # fmt: skip
+    device = dawn.Device(functions, "device", dawn.Faults(threading.Event()))
+    buffer = dawn.Resource(device, "Buffer", "buffer")
+    monkeypatch.setattr(dawn, "ending", None)
+    buffer.__del__()
+    device.__del__()
+    assert released == ["buffer", "queue", "device"]
+
+
 def test_directives() -> None:
     assert dawn.with_directives("// subgroupAdd\nfn f() {}") == "// subgroupAdd\nfn f() {}"
     assert dawn.with_directives("let x = subgroupAdd(y);").startswith("enable subgroups; let")

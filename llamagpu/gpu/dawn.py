@@ -441,7 +441,7 @@ class Resource:
         self.device, self.functions, self.label = device, device.functions, label
         self._internal, self._release = handle, getattr(device.functions, kind + "Release")
 
-    def __del__(self) -> None:
+    def __del__(self, ending: threading.Event = ending) -> None:  # at the very end the module's names are None
         if not ending.is_set():
             self._release(self._internal)
 
@@ -468,7 +468,7 @@ class Device:
         self.functions, self._internal, self.faults = functions, handle, faults
         self.queue = Queue(functions, functions.DeviceGetQueue(handle), faults)
 
-    def __del__(self) -> None:
+    def __del__(self, ending: threading.Event = ending) -> None:  # at the very end the module's names are None
         if not ending.is_set():
             self.functions.QueueRelease(self.queue._internal)
             self.functions.DeviceRelease(self._internal)
