@@ -94,14 +94,16 @@ def test_measured_after_the_times_have_settled(monkeypatch):
     assert parallel.settling_lines([settled | {"settle_ns": 1e8}]) == []
 
 
+def run_six(path, gpu, new: int) -> parallel.Times:
+    """Prompts that fill three steps and more: the first sequences have tokens before the last."""
+    options = EngineOptions(chunk=8, parallel=6, kv_positions=6 * PAGE)
+    engine = load_model(tiny_llama(path / "m.gguf"), options, gpu=gpu).engine
+    return parallel.run(engine, [[1, 2, 3, 4 + i] for i in range(6)], new)
+
+
 def test_all_sequences_decode_together_to_the_end(tmp_path, gpu):
-    """Of 6 sequences whose prompts fill three steps the first have tokens before the last: they get more."""
-    loaded = load_model(tiny_llama(tmp_path / "m.gguf"), EngineOptions(chunk=8, parallel=6, kv_positions=6 * PAGE), gpu=gpu)
-    times = parallel.run(loaded.engine, [[1, 2, 3, 4 + i] for i in range(6)], 20)
-    assert times.later == 6 * 19
+    assert run_six(tmp_path, gpu, 20).later == 6 * 19
 
 
 def test_a_sequence_that_ends_before_the_last_prompt_is_read_does_not_count(tmp_path, gpu):
-    loaded = load_model(tiny_llama(tmp_path / "m.gguf"), EngineOptions(chunk=8, parallel=6, kv_positions=6 * PAGE), gpu=gpu)
-    times = parallel.run(loaded.engine, [[1, 2, 3, 4 + i] for i in range(6)], 2)
-    assert 0 < times.later < 6
+    assert 0 < run_six(tmp_path, gpu, 2).later < 6
