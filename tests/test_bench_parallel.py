@@ -41,6 +41,12 @@ def test_a_shared_prompt_is_counted_once(run):  # noqa: F811
     ]
 
 
+def test_sequences_with_a_shared_page_wait_for_each_other(run):  # noqa: F811
+    found = run(*ARGS[:3], "-npl", 3, "-pps", "-p", PAGE + 9, "-n", 5, "-r", 1, "-o", "jsonl").out
+    [row] = map(json.loads, found.splitlines())
+    assert row["n_kv"] == PAGE + 9 + 2 + 3 * 5 and round(row["speed_tg"] * row["t_tg"]) == 3 * 4
+
+
 def test_csv_and_several_lengths(run):  # noqa: F811
     found = run(*ARGS[:3], "-npl", 2, "-pg", "4,2", "-pg", "5,1", "-r", 1, "-o", "csv").out.decode()
     rows = list(csv.DictReader(io.StringIO(found)))
@@ -94,16 +100,10 @@ def test_measured_after_the_times_have_settled(monkeypatch):
     assert parallel.settling_lines([settled | {"settle_ns": 1e8}]) == []
 
 
-def run_six(path, gpu, new: int) -> parallel.Times:
-    """Prompts that fill three steps and more: the first sequences have tokens before the last."""
+@pytest.mark.parametrize("new", [1, 2, 20])
+def test_all_sequences_decode_together(tmp_path, gpu, new):
+    """Prompts that fill three steps: no sequence has a second token before the last one has its first."""
     options = EngineOptions(chunk=8, parallel=6, kv_positions=6 * PAGE)
-    engine = load_model(tiny_llama(path / "m.gguf"), options, gpu=gpu).engine
-    return parallel.run(engine, [[1, 2, 3, 4 + i] for i in range(6)], new)
-
-
-def test_all_sequences_decode_together_to_the_end(tmp_path, gpu):
-    assert run_six(tmp_path, gpu, 20).later == 6 * 19
-
-
-def test_a_sequence_that_ends_before_the_last_prompt_is_read_does_not_count(tmp_path, gpu):
-    assert 0 < run_six(tmp_path, gpu, 2).later < 6
+    engine = load_model(tiny_llama(tmp_path / "m.gguf"), options, gpu=gpu).engine
+    times = parallel.run(engine, [[1, 2, 3, 4 + i] for i in range(6)], new)
+    assert times.later == 6 * (new - 1)

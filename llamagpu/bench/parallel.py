@@ -29,7 +29,6 @@ FIELDS = (
     "wgpu_version", "kernel_set", "precision",
 )  # fmt: skip
 GREEDY = Sampling(temperature=0)
-EARLY = PAGE - 1  # tokens that a sequence may have before the last prompt is read
 
 Starts = Callable[[int, int, int, int], None]  # gets PP, TG, B and the repetition that is about to run
 
@@ -56,12 +55,9 @@ def prompts_of(engine: Engine, tokens: int, count: int, shared: bool, seed: int)
 
 
 def run(engine: Engine, prompts: Items[list[int]], new: int) -> Times:
-    """All prompts, and `new` tokens after each of them.
-
-    Those whose prompts are read first have some while others are read. They get as many more, so that all decode
-    together to the end, as in llama-batched-bench: else the last steps would have ever fewer rows.
-    """
+    """All prompts, then `new` tokens after each of them, all together as in llama-batched-bench."""
     scheduler = Scheduler(engine)
+    scheduler.prompts_first = True
     requests = [Request(prompt, GREEDY, new) for prompt in prompts]
     began = time.perf_counter()
     for request in requests:
@@ -69,8 +65,6 @@ def run(engine: Engine, prompts: Items[list[int]], new: int) -> Times:
     while not all(request.new for request in requests):
         scheduler.step()
     first, there = time.perf_counter(), sum(len(request.new) for request in requests)
-    for request in requests:
-        request.max_tokens = len(request.new) + new - 1
     while not all(request.done for request in requests):
         scheduler.step()
     later = sum(len(request.new) for request in requests) - there
@@ -109,15 +103,14 @@ def bench_parallel(
 
 
 def engine_options(width: int, case: BenchCase, options: BenchOptions) -> EngineOptions:
-    """A KV cache for `width` sequences of the case, and for some tokens more of those that begin before others."""
-    pages = -(-(case.tokens + EARLY + 1) // PAGE)
+    """A KV cache for `width` sequences of the case."""
     return EngineOptions(
-        context=case.tokens + EARLY,
+        context=case.tokens,
         chunk=case.n_ubatch or None,
         kv_type=case.kv_type,
         precision=options.precision,
         parallel=width,
-        kv_positions=width * pages * PAGE,
+        kv_positions=width * (case.tokens + PAGE),
     )
 
 

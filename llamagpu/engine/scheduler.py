@@ -164,6 +164,7 @@ class Scheduler:
         self.lock = FairLock()
         self.closed: BaseException | None = None  # why it takes no more requests
         self.max_waiting = MAX_WAITING
+        self.prompts_first = False  # nobody decodes while prompts are read, as a benchmark may want it
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the oldest first; each has a slot
         self.most = min(engine.settings.slots, MAX_SEGMENTS)  # requests that run together
@@ -426,7 +427,8 @@ class Scheduler:
     # One step that waits: prompts, tokens that the host samples or whose grammar it follows
 
     def _mixed_step(self) -> None:
-        decoding = self._rows_with_room()
+        held = self.prompts_first and any(r.state is State.PROMPT for r in self.running)
+        decoding = [] if held else self._rows_with_room()
         prompts = self._prompt_pieces(len(decoding))
         requests = [*decoding, *(request for request, _ in prompts)]
         if not requests:
