@@ -159,7 +159,7 @@ class PlannedDispatch:
 
 
 def planned_dispatches(engine: Engine) -> list[PlannedDispatch]:
-    """The dispatches of the plans that the engine runs: decode, prefill of PROMPT_ROWS rows, sampling.
+    """The dispatches of the plans that the engine runs for one sequence: decode, prefill of PROMPT_ROWS rows, sampling.
 
     Decode is listed a second time where its plan at the end of the context differs.
     """
@@ -218,7 +218,7 @@ def table_line(cells: Sequence[str], widths: Sequence[int]) -> str:
 def step_title(name: str, first: PlannedDispatch) -> str:
     if name in ("greedy", "sample"):
         return "Sampling the likeliest token" if name == "greedy" else "Sampling"
-    return f"Step of {first.rows} row{'s' * (first.rows > 1)} at position {first.position}"
+    return f"Step of {first.rows} row{'s' * (first.rows > 1)} of one sequence at position {first.position}"
 
 
 def collapse_layers(members: list[PlannedDispatch]) -> list[tuple[PlannedDispatch, int]]:

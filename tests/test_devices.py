@@ -126,7 +126,10 @@ def test_text(engine: Engine) -> None:
     lines = list(dispatch_lines(engine, planned))
     assert all(len(line) <= COLUMNS == 120 for line in lines) and not any(line != line.rstrip() for line in lines)
     titles = [line for line in lines if line.startswith(("Step of", "Sampling"))]
-    assert titles[0] == "Step of 1 row at position 0" and titles[-2:] == ["Sampling the likeliest token", "Sampling"]
+    assert titles[0] == "Step of 1 row of one sequence at position 0" and titles[-2:] == [
+        "Sampling the likeliest token",
+        "Sampling",
+    ]
     ids = [line.split()[0] for line in lines if line.startswith("  ") and "." in line.split()[0]]
     by_step = listed(engine).values()
     assert ids == [found.id for own in by_step for found, _ in collapse_layers(own)]
@@ -207,7 +210,7 @@ def test_kernels_of_a_file(measure: Runner, gpu: Gpu, tmp_path: Path) -> None:  
     result = measure("devices", "--kernels", "-m", path, "-c", "64", "--precision", "high", "-q")
     assert result.code == 0 and not result.err and "precision high" in result.out.splitlines()[0]
     rows = min(64, default_chunk(gpu.caps, int8=False, textures=gpu.software))
-    assert f"Step of {rows} rows at position 0" in result.out and " 128x64 " in result.out
+    assert f"Step of {rows} rows of one sequence at position 0" in result.out and " 128x64 " in result.out
 
 
 def test_wgsl(measure: Runner, gpu: Gpu) -> None:  # noqa: F811

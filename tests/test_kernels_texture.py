@@ -233,7 +233,8 @@ def test_attention(gpu, heads, name, window):
     k, v = map(same_first_page, rng.standard_normal((2, SLOTS, kv_heads, capacity, d)).astype(np.float32))
     step = Steps(gpu, capacity, SLOTS)
     step.write(*segments)
-    cache = upload_rows(gpu, cache_rows(step.paged(k, segments), step.paged(v, segments), texture_rows))
+    written = [step.paged(rows, segments, unseen=np.nan) for rows in (k, v)]
+    cache = upload_rows(gpu, cache_rows(*written, texture_rows))
     y, scores = (
         guarded_texture(gpu, m + 1, count * d),
         gpu.texture(texture_rows, (capacity // 64 + 1) * count, "scores"),

@@ -284,8 +284,8 @@ def test_a_request_that_can_never_begin_fails(path, gpu):
 
 def test_a_step_has_a_row_for_each_of_many_sequences(path, gpu):
     """More than the rows of a step on a software adapter."""
-    loaded = load_model(path, EngineOptions(context=64, parallel=40), gpu=gpu)
-    assert loaded.settings.slots == 40 and loaded.settings.chunk >= 40
+    loaded = load_model(path, EngineOptions(context=64, parallel=40, kv_positions=40 * 64), gpu=gpu)
+    assert loaded.settings.slots == 40 and loaded.settings.chunk >= 80
     loaded.engine.free()
 
 

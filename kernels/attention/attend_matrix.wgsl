@@ -6,8 +6,8 @@
 // in kv tiles of 32 positions; the next loads are in flight meanwhile. An iteration adds the values of the tile before to the outputs and computes
 // the scores of its own. These leave the matrices through workgroup memory: two lanes have a row and make its weights, f16
 // relative to the row's top, a score near the largest so far. Where a lane's weights exceed MOST in all, its top is too low: then
-// the loop is left, and all rows get new tops and weights, and outputs that were rescaled in workgroup memory. That happens in the
-// first tile and, with trained models, hardly ever after it.
+// the loop is left, and all rows get new tops and weights, and outputs that were rescaled in workgroup memory. That happens in the first tile
+// and, with trained models, once more where a workgroup comes to the first positions, which have the largest scores.
 // One split: writes f32, or blocks with TO_BLOCKS. Several: partial sums and (top, total) for attend_merge.
 // Needs HEAD_DIM 64 or 128, subgroups of 32, f16 matrices of 16 x 16 x 16 (matrix_* makes them of smaller ones),
 // HEADS_PER_KV <= ROWS, WORKGROUP 128, 192 or 256. Parts: f16, matrix_*, pages, blocks_*.
@@ -50,7 +50,9 @@ var<workgroup> scores: array<vec4<u32>, ROWS * SCORE_PITCH - 1u>;    // f32 [row
 var<workgroup> weights: array<vec2<u32>, ROWS * WEIGHT_PITCH>;       // f16 [row][position]
 const GREW: u32 = 8u;  // where weights tells, in padding, whether a row needs a new top
 const VALUES: u32 = KV_TILE * PITCH;
-fn after(tile: u32, begin: u32, end: u32) -> u32 { return select(tile + 1u, min(begin, end - 1u), tile + 1u >= end); }  // begin after the last
+fn after(tile: u32, begin: u32, end: u32) -> u32 {  // begin after the last
+  return select(tile + 1u, min(begin, end - 1u), tile + 1u >= end);
+}
 struct Loads { v: array<vec4<u32>, LOADS> }
 fn load_number(index: u32, i: u32) -> u32 { return select(min(index + i * WORKGROUP, KV_TILE * HEAD_VEC8 - 1u), index + i * WORKGROUP, EVEN); }
 fn load_keys(cell0: u32, index: u32) -> Loads {
@@ -160,8 +162,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   let begin = min(first + split * split_tiles, tiles);
   let end = min(begin + split_tiles, tiles);
   let head_cell = workgroup.x * step.capacity;  // of the KV head
-  // Each workgroup begins at a kv tile of its own, of those that all rows see whole: so together they soon have the cache in L2, where
-  // one after the other all would wait for memory at every tile
+  // Each workgroup begins at a kv tile of its own, of those that all rows see whole: so together they soon have the cache in
+  // L2, where one after the other all would wait for memory at every tile
   let seen_whole = select(0u, clamp(first_token_end / KV_TILE, begin, end) - begin, WINDOW == 0u);
   var tile = min(begin + token0 / TOKENS * seen_whole / ((segment.y + TOKENS - 1u) / TOKENS), end - 1u);
   var cell = head_cell + cell_of(segment.z, tile * KV_TILE);

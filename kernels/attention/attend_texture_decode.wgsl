@@ -1,9 +1,8 @@
 // y[m, HEADS, HEAD_DIM] = softmax(q K^T) V over a cache texture, a token of each of m sequences, texture backend (CPU adapters).
 // A workgroup computes the heads of a token that share a KV head, WORKGROUP positions at a time: a lane takes one of them
 // for the scores, then some of the dimensions for the values of all. Scores and weights pass between lanes by broadcasts.
-// attend_texture would leave all lanes idle but one for each head that shares the KV head.
-// Needs WORKGROUP lanes in a subgroup, HEAD_DIM % 4 == 0, PAGE % WORKGROUP == 0 and TEXTURE_ROWS % PAGE == 0. If llvmpipe ends
-// a loop early (see attend_texture), y is NaN. Parts: pages.
+// attend_texture, where a lane computes a head, would have idle lanes if fewer than WORKGROUP heads share a KV head.
+// Needs WORKGROUP lanes in a subgroup, HEAD_DIM % 4 == 0, PAGE % WORKGROUP == 0 and TEXTURE_ROWS % PAGE == 0. Parts: pages.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -56,10 +55,9 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let page_end = min((p / PAGE + 1u) * PAGE, end);
     for (; p < page_end; p += WORKGROUP) {
       let seen = p + lane >= begin && p + lane < end;
-      let key_row = first_row + min(p + lane, end - 1u);
       var s = array<vec4<f32>, HEADS_PER_KV>();
       for (var i = 0u; i < HEAD_VEC4; i++) {
-        let k = textureLoad(cache, vec2<u32>(keys + i, key_row));
+        let k = textureLoad(cache, vec2<u32>(keys + i, first_row + p + lane));
         for (var h = 0u; h < HEADS_PER_KV; h++) { s[h] += q[h][i] * k; }
       }
       var weight = array<array<f32, WORKGROUP>, HEADS_PER_KV>();
@@ -87,8 +85,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let sum = subgroupAdd(total[h]);
     for (var i = 0u; i < OWN; i++) {
       let texel = lane + i * WORKGROUP;
-      let result = select(acc[h][i] / sum, vec4<f32>(bitcast<f32>(0x7FC00000u | p)), p < end);
-      if (texel < HEAD_VEC4) { textureStore(y, vec2<u32>(out + h * HEAD_VEC4 + texel, workgroup.y), result); }
+      if (texel < HEAD_VEC4) { textureStore(y, vec2<u32>(out + h * HEAD_VEC4 + texel, workgroup.y), acc[h][i] / sum); }
     }
   }
 }

@@ -1660,8 +1660,8 @@ TEXTURE_NORM: Table[RowWise] = (
 TEXTURE_ATTEND: Table[Attention] = (
     Route(
         "attend_texture_decode",
-        lambda s, c: 1 < s.m == s.segments and c.subgroup == vector_lanes(c),
-        "m > 1, a row of each sequence, a subgroup is a vector",
+        lambda s, c: 1 < s.m == s.segments and s.heads_per_kv < vector_lanes(c) == c.subgroup,
+        "m > 1, a row of each sequence, a subgroup is a vector of more lanes than heads that share a kv head",
         lambda s, c, caps, rows, position: (s.kv_heads, rows, 1),
         (Role.PAGES,),
         one_vector=True,
@@ -1669,7 +1669,7 @@ TEXTURE_ATTEND: Table[Attention] = (
     Route(
         "attend_texture",
         lambda s, c: s.m > 1,
-        "m > 1",
+        "m > 1, else",
         lambda s, c, caps, rows, position: (-(-rows * s.heads_per_kv // c["WORKGROUP"]), s.kv_heads, s.segments),
         (Role.PAGES, Role.BROADCAST),
         one_vector=True,
