@@ -22,6 +22,7 @@ SLOW_TO_COMPILE = re.compile(
     r"""
     test_architectures.py::( test_fused_decode_in_several_kernels | test_fused_decode_in_several_splits\[gemma3-True
         | test_workgroups_share_query_heads\[q8_0 | test_heads_of_256_rotate_in_attention | test_fused_decode\[qwen3moe
+        | test_fused_decode_with_a_q8_0_cache\[lfm2
         | test_with_tint_what_is_late_comes_from_its_copy
         | test_gate_and_up_of_experts_have_two_types | test_experts_in_shards\[gpt-oss )
     | test_bench.py::test_synthetic_weights_keep_activations_finite\[.*-buffers
