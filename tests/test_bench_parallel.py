@@ -68,7 +68,16 @@ def test_every_number_of_sequences_has_an_engine_of_its_own(run, monkeypatch):  
 
 
 @pytest.mark.parametrize(
-    "wrong", [["-npl", 65], ["-npl", 0], ["-d", 5], ["-o", "sql"], ["-oe", "md"], ["--plot", "x.png"]]
+    "wrong",
+    [
+        ["-npl", 65],
+        ["-npl", 0],
+        ["-npl", "1,4", "-ub", 3],
+        ["-d", 5],
+        ["-o", "sql"],
+        ["-oe", "md"],
+        ["--plot", "x.png"],
+    ],
 )
 def test_refused(run, wrong):  # noqa: F811
     result = run(*ARGS, *wrong)

@@ -27,6 +27,10 @@ def parallel(
 
     if max(widths) > MAX_SEGMENTS:
         raise Usage(f"--parallel {max(widths)}: a step has {MAX_SEGMENTS} sequences at most", "give fewer")
+    for case in cases:
+        if 0 < case.n_ubatch < max(widths):
+            cause = f"-ub {case.n_ubatch}: a step has no row for each of {max(widths)} sequences"
+            raise Usage(cause, f"give {max(widths)} or more")
     found: list[Row] = []
     with interruptible() as check:
         for source in models:
