@@ -7,16 +7,18 @@ from itertools import chain, repeat
 from types import SimpleNamespace
 
 import pytest
-from gguf_builder import tiny_llama
+from gguf_builder import overflowing_llama, tiny_llama
 from test_bench import shared_gpu  # noqa: F401
 from test_cli import run  # noqa: F401
 
 from llamagpu.bench import parallel
 from llamagpu.bench.bench import BenchOptions
 from llamagpu.bench.cases import BenchCase
+from llamagpu.cli.terminal import Interrupted
 from llamagpu.engine.load import load_model
 from llamagpu.engine.options import EngineOptions
 from llamagpu.engine.pages import PAGE
+from llamagpu.errors import NumericCheckFailed
 
 pytestmark = pytest.mark.usefixtures("shared_gpu")
 ARGS = ("bench", "--synthetic", "tiny", "--parallel", "1,3", "-p", 9, "-n", 5, "-r", 1)
@@ -48,10 +50,16 @@ def test_sequences_with_a_shared_page_wait_for_each_other(run):  # noqa: F811
 
 
 def test_csv_and_several_lengths(run):  # noqa: F811
-    found = run(*ARGS[:3], "-npl", 2, "-pg", "4,2", "-pg", "5,1", "-r", 1, "-o", "csv").out.decode()
+    found = run(*ARGS[:3], "-npl", 2, "-pg", "4,2", "-pg", "5,1", "-pg", "5,0", "-r", 1, "-o", "csv").out.decode()
     rows = list(csv.DictReader(io.StringIO(found)))
-    assert [(row["pp"], row["tg"], row["pl"]) for row in rows] == [("4", "2", "2"), ("5", "1", "2")]
-    assert float(rows[1]["speed_tg"]) == 0  # the only token of each comes with its prompt
+    assert [(row["pp"], row["tg"], row["n_kv"]) for row in rows] == [
+        ("4", "2", "12"),
+        ("5", "1", "12"),
+        ("5", "0", "10"),
+    ]
+    assert (
+        float(rows[1]["speed_tg"]) == float(rows[2]["speed_tg"]) == 0
+    )  # the first token of each comes with its prompt
 
 
 def test_every_number_of_sequences_has_an_engine_of_its_own(run, monkeypatch):  # noqa: F811
@@ -116,3 +124,22 @@ def test_all_sequences_decode_together(tmp_path, gpu, new):
     engine = load_model(tiny_llama(tmp_path / "m.gguf"), options, gpu=gpu).engine
     times = parallel.run(engine, [[1, 2, 3, 4 + i] for i in range(6)], new)
     assert times.later == 6 * (new - 1)
+
+
+def test_a_failing_sequence_ends_the_run(tmp_path, gpu):
+    path = overflowing_llama(tmp_path / "m.gguf", 5)
+    engine = load_model(path, EngineOptions(parallel=2, kv_positions=2 * PAGE), gpu=gpu).engine
+    with pytest.raises(NumericCheckFailed, match="not a number"):
+        parallel.run(engine, [[1, 2], [1, 5]], 4)
+
+
+def test_ctrl_c_between_steps(tmp_path, gpu):
+    engine = load_model(tiny_llama(tmp_path / "m.gguf"), EngineOptions(), gpu=gpu).engine
+    pressed = iter([False] * 3 + [True])
+
+    def check() -> None:
+        if next(pressed):
+            raise Interrupted("interrupted")
+
+    with pytest.raises(Interrupted):
+        parallel.run(engine, [[1, 2]], 200, check)

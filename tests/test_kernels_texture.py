@@ -233,7 +233,7 @@ def test_attention(gpu, heads, name, window):
     k, v = map(same_first_page, rng.standard_normal((2, SLOTS, kv_heads, capacity, d)).astype(np.float32))
     step = Steps(gpu, capacity, SLOTS)
     step.write(*segments)
-    written = [step.paged(rows, segments, unseen=np.nan) for rows in (k, v)]
+    written = step.paged(k, segments), step.paged(v, segments, unseen=np.nan)  # unseen: large scores, no numbers
     cache = upload_rows(gpu, cache_rows(*written, texture_rows))
     y, scores = (
         guarded_texture(gpu, m + 1, count * d),

@@ -54,19 +54,29 @@ def prompts_of(engine: Engine, tokens: int, count: int, shared: bool, seed: int)
     return [[int(id) for id in row] for row in found]
 
 
-def run(engine: Engine, prompts: Items[list[int]], new: int) -> Times:
-    """All prompts, then `new` tokens after each of them, all together as in llama-batched-bench."""
+def run(engine: Engine, prompts: Items[list[int]], new: int, check: Callable[[], None] = lambda: None) -> Times:
+    """All prompts, then `new` tokens after each of them, all together as in llama-batched-bench.
+
+    `check` is called between steps, and may raise an error.
+    """
     scheduler = Scheduler(engine)
     scheduler.prompts_first = True
-    requests = [Request(prompt, GREEDY, new) for prompt in prompts]
+    requests = [Request(prompt, GREEDY, max(new, 1)) for prompt in prompts]  # prompts end with a token
+
+    def step_until(reached: Callable[[Request], object]) -> None:
+        while not all(map(reached, requests)):
+            check()
+            scheduler.step()
+            for request in requests:
+                if request.error:
+                    raise request.error
+
     began = time.perf_counter()
     for request in requests:
         scheduler.submit(request)
-    while not all(request.new for request in requests):
-        scheduler.step()
+    step_until(lambda request: request.new)
     first, there = time.perf_counter(), sum(len(request.new) for request in requests)
-    while not all(request.done for request in requests):
-        scheduler.step()
+    step_until(lambda request: request.done)
     later = sum(len(request.new) for request in requests) - there
     return Times(first - began, time.perf_counter() - first, later)
 
@@ -79,10 +89,12 @@ def bench_parallel(
     options: BenchOptions,
     starts: Starts = lambda pp, tg, b, repetition: None,
     progress: Progress | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> list[Row]:
     """A row for each number of sequences, each with an engine for so many: it does not depend on the other rows.
 
-    Of the repetitions the fastest counts, as in llama-batched-bench one run.
+    Of the repetitions the fastest counts, as in llama-batched-bench one run. `check` is called between steps, and may
+    raise an error.
     """
     with (
         map_device_lost(),
@@ -96,7 +108,7 @@ def bench_parallel(
         for i, width in enumerate(widths):
             if i:
                 engine = loaded.another_engine(engine_options(width, case, options))
-            measured = measure(engine, case, width, shared, options, starts)
+            measured = measure(engine, case, width, shared, options, starts, check)
             rows.append(case_facts(facts, engine, case) | measured)
             engine.free()
         return rows
@@ -105,7 +117,7 @@ def bench_parallel(
 def engine_options(width: int, case: BenchCase, options: BenchOptions) -> EngineOptions:
     """A KV cache for `width` sequences of the case."""
     return EngineOptions(
-        context=case.tokens,
+        context=max(case.tokens, case.n_prompt + 1),
         chunk=case.n_ubatch or None,
         kv_type=case.kv_type,
         precision=options.precision,
@@ -114,14 +126,22 @@ def engine_options(width: int, case: BenchCase, options: BenchOptions) -> Engine
     )
 
 
-def measure(engine: Engine, case: BenchCase, width: int, shared: bool, options: BenchOptions, starts: Starts) -> Row:
+def measure(
+    engine: Engine,
+    case: BenchCase,
+    width: int,
+    shared: bool,
+    options: BenchOptions,
+    starts: Starts,
+    check: Callable[[], None] = lambda: None,
+) -> Row:
     """Run the sequences to warm up, once or on a GPU until the times have settled, then `repetitions` times."""
     gpu, prompt, new, numbers, settling = engine.gpu, case.n_prompt, case.n_gen, count(), Settling()
 
     def once() -> Times:
         number = next(numbers)
         starts(prompt, new, width, number)
-        return run(engine, prompts_of(engine, prompt, width, shared, number), new)
+        return run(engine, prompts_of(engine, prompt, width, shared, number), new, check)
 
     def seconds() -> float:
         return once().seconds

@@ -76,7 +76,8 @@ def bench(
         Names,
         typer.Option(
             *("-ub", "--ubatch-size"),
-            help="Prompt tokens per step (default: with precision fast 1024 on GPUs, 2048 on matrix units; else 512).",
+            help="Prompt tokens per step (default: with precision fast 1024 on GPUs, 2048 on matrix units; 32 with "
+            "high on CPUs; else 512; at least two for each sequence of --parallel).",
         ),
     ] = None,
     type_k: Annotated[

@@ -37,12 +37,11 @@ def parallel(
             name = source_name(source)
 
             def starts(pp: int, tg: int, b: int, repetition: int, name: str = name) -> None:
-                check()
                 status_line(f"{name}: {b} sequences of {pp} + {tg} tokens, run {repetition}", quiet)
 
             for case in cases:
                 loading = progress_line("loading", quiet, check)
-                found += bench.bench_parallel(source, widths, case, shared, options, starts, loading)
+                found += bench.bench_parallel(source, widths, case, shared, options, starts, loading, check)
         status_line("", quiet)
     write(bench.written(found, output))
     if not quiet and (lines := bench.settling_lines(found)):

@@ -206,7 +206,7 @@ UbatchOption = Annotated[
         *("-ub", "--ubatch-size"),
         min=1,
         help="Prompt tokens per step (default: with precision fast 1024 on GPUs, 2048 on matrix units; 32 with high on "
-        "CPUs; else 512; at least two for each sequence of --parallel).",
+        "CPUs; else 512; at least two for each sequence that may run).",
     ),
 ]
 CacheOption = Annotated[
