@@ -52,14 +52,10 @@ def test_sequences_with_a_shared_page_wait_for_each_other(run):  # noqa: F811
 def test_csv_and_several_lengths(run):  # noqa: F811
     found = run(*ARGS[:3], "-npl", 2, "-pg", "4,2", "-pg", "5,1", "-pg", "5,0", "-r", 1, "-o", "csv").out.decode()
     rows = list(csv.DictReader(io.StringIO(found)))
-    assert [(row["pp"], row["tg"], row["n_kv"]) for row in rows] == [
-        ("4", "2", "12"),
-        ("5", "1", "12"),
-        ("5", "0", "10"),
-    ]
-    assert (
-        float(rows[1]["speed_tg"]) == float(rows[2]["speed_tg"]) == 0
-    )  # the first token of each comes with its prompt
+    counts = [tuple(int(row[name]) for name in ("pp", "tg", "pl", "n_kv")) for row in rows]
+    assert counts == [(4, 2, 2, 12), (5, 1, 2, 12), (5, 0, 2, 10)]
+    # The first token of each comes with its prompt
+    assert float(rows[1]["speed_tg"]) == float(rows[2]["speed_tg"]) == 0
 
 
 def test_every_number_of_sequences_has_an_engine_of_its_own(run, monkeypatch):  # noqa: F811
