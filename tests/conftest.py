@@ -128,7 +128,8 @@ def matrix_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch, matrix: str) -> Iterat
 
     from llamagpu.engine import routes
 
-    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, matrix=matrix))
+    half_sums = matrix == "16x16" and (gpu.caps.half_sums or not gpu.matrices)
+    monkeypatch.setattr(gpu, "caps", replace(gpu.caps, matrix=matrix, half_sums=half_sums))
     if gpu.matrices and matrix not in gpu.matrices:
         pytest.skip(f"no matrices of {matrix}")
     if not gpu.matrices:

@@ -71,6 +71,15 @@ fn emulated_store_row_major_TILE(at: u32, given: RESULT, pitch: u32) {
   for (var q = 0u; q < Fu; q++) { TILE[row_at(at, pitch) + lane_of_32 % 2u * Fu + q] = bitcast<vec4<u32>>(m.v[q]); }
 }
 """
+# Of a result in f16
+STORE_HALF = """
+fn store_half_TILE(at: u32, given: RESULT, pitch: u32) {
+  let v = given.v;
+  let words = vec4<u32>(pack_f16(v[0].xy), pack_f16(v[0].zw), pack_f16(v[1].xy), pack_f16(v[1].zw));
+  TILE[row_at(at, pitch) + lane_of_32 % 2u] = words;
+}
+"""
+HALF_SCORE = "alias Score = subgroup_matrix_result<f16, 16, 16>;\n"
 EIGHT_WORDS = {
     1: "TILE[at]",
     2: "vec4<u32>(TILE[at], TILE[at + 1u])",
@@ -97,14 +106,18 @@ fn unpack_any(word: u32) -> vec2<f32> {
 
 def emulated(source: str, native_f16: bool) -> str:
     """The kernel without subgroup matrices and f16."""
+    half_scores, source = HALF_SCORE in source, source.replace(HALF_SCORE, "alias Score = Result;\n")
     aliases = {kind.upper(): (name, int(columns), int(rows)) for name, kind, columns, rows in ALIAS.findall(source)}
     source, tiles = matrix_calls(ALIAS.sub("", source), "emulated_")
+    if half_scores:  # all that is stored there
+        source = source.replace("emulated_store_row_major_rows(", "store_half_rows(")
     source = ENTRY.sub(r"\1  let subgroup = index / 32u;\n  lane_of_32 = index % 32u;\n", source)
     source = source.replace("bitcast<vec2<f16>>(", "unpack_f16(").replace("bitcast<u32>(v * ", "pack_f16(v * ")
     source = re.sub(r"(\d\.\d+)h\b", r"\1", re.sub(r"\bf16\b(?![_(])", "f32", source))
     (_, k, m), (_, n, _) = aliases["LEFT"], aliases["RIGHT"]
     sizes = {"M": m, "K": k, "E": k // 8, "H": n // 2, "F": n // 8}
-    functions = re.sub(r"\b([MKEHF])u\b", lambda found: f"{sizes[found[1]]}u", MATRICES)
+    functions = MATRICES + STORE_HALF.replace("TILE", "rows") * half_scores
+    functions = re.sub(r"\b([MKEHF])u\b", lambda found: f"{sizes[found[1]]}u", functions)
     for kind, (name, _, _) in aliases.items():
         functions = functions.replace(kind, name)
     functions = for_tiles(unrolled(functions), tiles)

@@ -38,7 +38,7 @@ from llamagpu.engine.step_inputs import Segment
 from llamagpu.engine.synthetic import synthetic_config
 from llamagpu.files.architectures import QkNorm
 from llamagpu.files.config import LayerKind
-from llamagpu.verify.kernels import HALF_ATTENTION, INT8_ATTENTION
+from llamagpu.verify.kernels import HALF_ATTENTION, HALF_SCORES, INT8_ATTENTION
 from llamagpu.verify.reference import (
     F32,
     ROUNDED_F16,
@@ -408,7 +408,7 @@ def test_attend_tile(gpu, case, out):
     check_tiles(gpu, case, table, case.shape(MOST), out, rounded(out), TILE_STEPS[2:3])
 
 
-THREE_MATRIX, LARGE_MATRIX, SMALL_MATRIX = (route for route in routes.ATTEND if route.kernel == "attend_matrix")
+LARGE_MATRIX, SMALL_MATRIX = (route for route in routes.ATTEND if route.kernel == "attend_matrix")
 LARGE, SMALL = (route for route in routes.ATTEND if route.kernel == "attend_int8")
 # llvmpipe takes seconds to compile the kernel: few cases, each with something of its own. Large tiles are for heads of
 # 128, for which it has no memory.
@@ -437,27 +437,34 @@ def test_attend_int8_with_8_lanes(gpu):
 
 
 # llvmpipe compiles heads of 128 for 40 s, and has no memory for large tiles: these run on a GPU, and in `verify` there.
+# A tile ends between the heads of a token where 3 or 6 of them share a KV head.
 MATRIX = [
-    pytest.param(SMALL_MATRIX, Heads(64, 12, 2, KV_F16), 3, Inputs.F32, id="splits"),
-    pytest.param(SMALL_MATRIX, Heads(128, 2, 1, KV_F16, window=40), 1, Inputs.F16, id="window", marks=pytest.mark.slow),
-    pytest.param(SMALL_MATRIX, Heads(64, 4, 2, KV_F16), 1, Inputs.F16, id="whole", marks=pytest.mark.slow),
-    pytest.param(THREE_MATRIX, Heads(64, 6, 2, KV_F16), 1, Inputs.F32, id="three"),  # 256 loads of 192 invocations
-    pytest.param(THREE_MATRIX, Heads(128, 6, 2, KV_F16), 2, Inputs.F32, id="large three"),
-    pytest.param(LARGE_MATRIX, Heads(128, 4, 2, KV_F16), 2, Inputs.F32, id="large"),
+    pytest.param(SMALL_MATRIX, Heads(64, 12, 2, KV_F16), 3, True, Inputs.F32, id="splits"),
+    pytest.param(SMALL_MATRIX, Heads(64, 6, 2, KV_F16, window=40), 1, False, Inputs.F16, id="window"),
+    pytest.param(SMALL_MATRIX, Heads(64, 4, 2, KV_F16), 1, True, Inputs.F16, id="whole", marks=pytest.mark.slow),
+    pytest.param(
+        SMALL_MATRIX, Heads(128, 2, 1, KV_F16, window=40), 1, True, Inputs.F16, id="128", marks=pytest.mark.slow
+    ),
+    pytest.param(LARGE_MATRIX, Heads(128, 6, 2, KV_F16), 2, True, Inputs.F32, id="large"),
+    pytest.param(LARGE_MATRIX, Heads(128, 4, 2, KV_F16), 2, False, Inputs.F32, id="large in f32"),
 ]
 
 
 @covers("attend_matrix")
 @pytest.mark.parametrize("matrix", ["16x16", *(pytest.param(m, marks=pytest.mark.slow) for m in ("16x8", "8x8"))])
-@pytest.mark.parametrize("route, case, splits, out", MATRIX)
-def test_attend_matrix(matrix_gpu, route, case, splits, out):
+@pytest.mark.parametrize("route, case, splits, half_scores, out", MATRIX)
+def test_attend_matrix(matrix_gpu, route, case, splits, half_scores, out):
     shape, memory = replace(case.shape(MOST, splits), segments=SLOTS, half=True), matrix_gpu.caps.shared_bytes
-    size = routes.matrix_attention_bytes(case.head_dim, route.consts["WORKGROUP"])
+    shape = replace(shape, half_scores=half_scores)
+    if half_scores and matrix_gpu.caps.matrix != "16x16":
+        pytest.skip("smaller matrices have f32 sums")
+    size = routes.matrix_attention_bytes(shape, matrix_gpu.caps, route.consts["WORKGROUP"])
     if size > memory:
         pytest.skip(f"{size} bytes of workgroup memory needed, {memory} available")
     steps = TILE_STEPS if matrix_gpu.matrices or splits == 1 else TILE_STEPS[2:4]  # a step takes seconds
     sharpness, unseen = 8, np.nan  # scores that grow in later tiles; cells that nobody wrote
-    check_tiles(matrix_gpu, case, always(route), shape, out, HALF_ATTENTION, steps, sharpness, unseen)
+    bound = HALF_SCORES if routes.half_scores(shape, matrix_gpu.caps) else HALF_ATTENTION
+    check_tiles(matrix_gpu, case, always(route), shape, out, bound, steps, sharpness, unseen)
 
 
 LONGEST = [

@@ -423,11 +423,7 @@ def test_attend_tile_fits_into_workgroup_memory():
         (32, 128, 256, 49152, 128),
         (32, 128, 257, 49152, 256),
         (24, 128, 341, 49152, 128),
-        (24, 128, 342, 49152, 192),
-        (24, 128, 1024, 49152, 192),
-        (24, 128, 2048, 49152, 256),
-        (72, 128, 512, 49152, 256),
-        (8 * 99, 128, 512, 49152, 256),
+        (24, 128, 342, 49152, 256),
         (32, 64, 512, 49152, 128),
         (32, 128, 512, 32768, 128),
         (32, 128, 512, 16384, None),
@@ -437,6 +433,32 @@ def test_tiles_of_attention_on_matrices(heads, head_dim, m, shared_bytes, workgr
     caps = replace(GPU, shared_bytes=shared_bytes, matrix="16x16")
     route = select(routes.ATTEND, Attention(m, heads, 8, head_dim, half=True), caps)
     assert (route.consts["WORKGROUP"] if route.kernel == "attend_matrix" else None) == workgroup
+
+
+@pytest.mark.parametrize(
+    "heads, head_dim, m, bucket, splits",
+    [
+        (32, 64, 512, 8192, 1),  # 256 workgroups, two to a core
+        (32, 128, 512, 8192, 1),  # 128, one to a core
+        (24, 128, 512, 8192, 4),  # 96: in quarters all cores have three
+        (24, 128, 512, 1537, 1),
+        (24, 128, 512, 1, 1),
+        (32, 64, 128, 8192, 4),
+        (32, 128, 128, 8192, 2),
+        (32, 64, 128, 1, 1),
+        (24, 128, 2048, 8192, 1),
+    ],
+)
+def test_splits_of_attention_on_matrices(heads, head_dim, m, bucket, splits):
+    caps = replace(GPU, shared_bytes=49152, matrix="16x16")
+    assert routes.in_splits(Attention(m, heads, 8, head_dim, bucket=bucket, half=True), caps).splits == splits
+
+
+def test_splits_of_attention_on_matrices_fit_into_memory():
+    caps = replace(GPU, shared_bytes=49152, matrix="16x16", binding_bytes=128 << 20)
+    for heads, m, bucket in product((8, 24, 32, 64, 128), (65, 128, 342, 512, 2048), (513, 8192)):
+        shape = routes.in_splits(Attention(m, heads, 8, 128, bucket=bucket, half=True), caps)
+        assert shape.splits == 1 or shape.splits * m * heads * 128 * 4 <= caps.binding_bytes
 
 
 @pytest.mark.parametrize("head_dim, subgroup, run", list(product((64, 128, 192, 256), (4, 8, 32, 64), (8, 16))))

@@ -257,9 +257,11 @@ class BufferModel(Model):
     ) -> None:
         super().__init__(gpu, config, weights, cache, settings)
         self.norm_in_linear = routes.norm_in_linear(config.dim, gpu.caps)
-        # Attention of many rows in int8 and f16. Biases can make keys so large that int8 does not tell them apart.
+        # Attention of many rows in int8 and f16. Biases can make keys so large that int8 does not tell them apart, and
+        # scores so large that f16 does not.
         self.int8_attention = self.int8_prefill and all(layer.qkv.bias is None for layer in weights.layers)
         self.half_attention = self.int8_prefill and cache.kv_type is KvType.F16
+        self.half_scores = self.half_attention and self.int8_attention
         int8 = self.int8_decode and self.int8_prefill
         widths = fused_widths(config, weights, int8, cache.kv_type, gpu.caps) if cache.fused else ()
         # [m, dim] residual stream; fused decode: [layers + 1, m, dim] with cache-line padding
@@ -292,8 +294,10 @@ class BufferModel(Model):
         blocks = int8_rows * (F16_BLOCK_BYTES if self.int8_prefill and gpu.caps.matrices else INT8_BLOCK_BYTES)
         self.h_blocks = gpu.zeros(blocks * widest // 32, "h_blocks")  # [m, dim/32]: normalised, then attended
         self.act_blocks = gpu.zeros(blocks * c.hidden_width // 32, "act_blocks")  # [m, experts used, ffn/32]
-        tiles = self.int8_kv or (self.half_attention and gpu.caps.matrices)
-        splits = c.heads * (routes.MAX_SPLIT_ROWS if tiles else routes.MAX_SPLITS)
+        split_rows = routes.MAX_SPLIT_ROWS if self.int8_kv else routes.MAX_SPLITS
+        if self.half_attention and gpu.caps.matrices:
+            split_rows = max(split_rows, routes.matrix_split_rows(c.q_width, gpu.caps))
+        splits = c.heads * split_rows
         self.partial = gpu.zeros(splits * c.head_dim * 4, "partial")  # [m, heads, splits, head_dim]
         self.stats = gpu.zeros(splits * 8, "stats")  # [m, heads, splits] (top, total)
         separate = any(len(layer.gate_up) > 1 for layer in self.weights.layers)
@@ -430,7 +434,7 @@ class BufferModel(Model):
         if kind and kind.window:
             bucket = min(bucket, routes.context_bucket(kind.window))
         shape = attention_shape(self.config, m, segments, bucket, int8, kind, self.half_attention)
-        return routes.in_splits(shape, self.gpu.caps)
+        return routes.in_splits(replace(shape, half_scores=self.half_scores), self.gpu.caps)
 
     def step_dispatches(self, key: PlanKey, position: int) -> list[Dispatch]:
         return [*self.body(key), *self.head(key)]

@@ -264,6 +264,11 @@ def attention_shape(
     return replace(own, half=half, soft_cap=c.attn_soft_cap, sinks=c.sinks)
 
 
+def written(out: Inputs) -> Inputs:
+    """The blocks of a kernel whose constant TO_BLOCKS tells whether it writes any."""
+    return out if out.blocks else Inputs.INT8
+
+
 class Ops:
     """Makes dispatches for one device.
 
@@ -296,6 +301,7 @@ class Ops:
         experts: bool = False,
         rotates: bool = False,
         eight_scales: bool = False,
+        half_scores: bool = False,
     ) -> tuple[str, ...]:
         """The files of a route's kernel parts, in the order of composition. `blocks`: the kind that it writes."""
         caps = self.gpu.caps
@@ -303,7 +309,7 @@ class Ops:
         scales = [f"pair_{storage}"] if storage.two_bytes else ["scales"]
         words = "f16" if storage.two_bytes else storage  # the part that reads them
         int8_block = "int8_block_subgroup" if caps.subgroup >= 4 else "int8_block_tree"
-        block_parts = ["blocks_f16"] if blocks is Inputs.F16 else [int8_block, "blocks_int8"]
+        block_parts = [f"blocks_{blocks}"] if blocks is not Inputs.INT8 else [int8_block, "blocks_int8"]
         for role in route.parts:
             if role in (Role.WEIGHT, Role.BLOCK, Role.PLANES):
                 names += [*scales, f"{role}_{words}"]
@@ -314,6 +320,8 @@ class Ops:
                 names += ["half2", *own]
             elif role is Role.MATRIX and caps.matrix in ("16x8", "8x8"):
                 names.append(f"matrix_{caps.matrix}")
+            elif role is Role.SCORES:
+                names.append("scores_f16" if half_scores else "scores_f32")
             elif role is Role.TILE:
                 names.append(f"tile_{inputs}")
             elif role is Role.STRIP:
@@ -679,7 +687,7 @@ class Ops:
         """From rows b | c | x to y, as f32 or as `out`. `cache`: keys and values of the layer, for its inputs."""
         consts: Consts = {"DIM": config.dim, "TAPS": config.conv_taps, "TO_BLOCKS": out.blocks} | self.tuning(route)
         consts |= {"KV_HEADS": config.cache_heads(kind), "HEAD_DIM": config.head_dim}
-        parts = (*self.parts(route, blocks=out), f"kv_store_{kv_type}", f"kv_load_{kv_type}")
+        parts = (*self.parts(route, blocks=written(out)), f"kv_store_{kv_type}", f"kv_load_{kv_type}")
         bindings: dict[str, Bindable] = {"x": x, "w": taps, "y": y, "k_cache": cache[0], "v_cache": cache[1]}
         shape = RowWise(config.dim)
         return self._dispatch(route, parts, consts, bindings, self.grid(route, shape, m), shape)
@@ -803,7 +811,7 @@ class Ops:
         if route.kernel in ("attend_split", "attend_int8", "attend_matrix"):
             assert buffers.stats is not None, f"{route.kernel} leaves statistics"
             bindings["stats"] = buffers.stats
-            settings["TO_BLOCKS"] = mode.out.blocks
+            settings |= {} if route.kernel == "attend_matrix" else {"TO_BLOCKS": mode.out.blocks}
         if route.kernel == "attend_split":
             settings |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": routes.subgroups_per_head(shape, caps)}
             grid_consts = {"HEAD_SHARES": routes.head_shares(shape)}
@@ -815,8 +823,10 @@ class Ops:
                 settings["RAW"] = True
             if mode.kv_type is KvType.Q8_0 or mode.own_row:
                 bindings["kv_rows"] = buffers.kv_rows or buffers.q  # bound even where it is not read
+        blocks = written(mode.out)
         if route.kernel == "attend_matrix":
             settings |= {"SPLITS": shape.splits, "ONE_SEGMENT": shape.segments == 1}
+            blocks = Inputs.F32 if shape.splits > 1 else mode.out
         if route.kernel == "attend_int8":
             assert buffers.int8_kv is not None, "attend_int8 reads what quantise_kv leaves"
             settings |= {"SPLITS": shape.splits, "ONE_SEGMENT": shape.segments == 1}
@@ -827,8 +837,9 @@ class Ops:
             kv_type=mode.kv_type,
             sinks=shape.sinks,
             own_row=mode.own_row,
-            blocks=mode.out,
+            blocks=blocks,
             rotates=buffers.rotation is not None,
+            half_scores=routes.half_scores(shape, caps),
         )
         if buffers.sinks is not None:
             bindings["sinks"] = buffers.sinks
@@ -864,7 +875,7 @@ class Ops:
         """The partial results of shape.splits splits, merged."""
         route = routes.MERGE
         consts: Consts = {"HEADS": shape.heads, "HEAD_DIM": shape.head_dim, "SPLITS": shape.splits}
-        consts["TO_BLOCKS"] = out.blocks
+        consts["TEAMS"] = routes.merge_teams(shape)
         bindings: dict[str, Bindable] = {"x": partial_sums, "stats": stats, "y": y}
         bindings |= {} if sinks is None else {"sinks": sinks}
         parts, grid = self.parts(route, sinks=sinks is not None, blocks=out), self.grid(route, shape, shape.m)

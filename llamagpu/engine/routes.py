@@ -105,6 +105,7 @@ class Role(StrEnum):
     KV_LAYOUT = "kv_layout"  # of a quantised KV cache
     SINKS = "sinks"  # with which score a softmax begins
     EXPERT_BIAS = "expert_bias"  # the bias of each expert
+    SCORES = "scores"  # how scores of attention leave subgroup matrices
     PAGES = "pages"  # where positions are in the KV cache
 
 
@@ -155,6 +156,7 @@ class Attention:
     bucket: int = 1  # context bucket, see CONTEXT_BUCKETS
     int8: bool = False  # many rows may multiply in int8
     half: bool = False  # many rows may multiply in f16, as which keys and values are stored
+    half_scores: bool = False  # and round scores to f16
     soft_cap: float = 0.0  # scores s become c tanh(s / c)
     sinks: bool = False  # each head has one score more, without a value
 
@@ -243,8 +245,13 @@ def int8_tile_grid(s: Attention, c: Consts, caps: Caps, rows: int, position: int
 
 
 def int8_tokens(s: Attention, c: Consts) -> int:
-    """Tokens of a workgroup of attend_int8 or attend_matrix: it has a row for each in every query head of a KV head."""
+    """Tokens of a workgroup of attend_int8: it has a row for each in every query head of a KV head."""
     return c["WORKGROUP"] // 2 // s.heads_per_kv
+
+
+def matrix_attention_grid(s: Attention, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
+    """The rows of a KV head are those of all its query heads."""
+    return s.kv_heads, -(-rows * s.heads_per_kv // (c["WORKGROUP"] // 2)) * s.splits, s.segments
 
 
 def row_blocks_grid(s: Linear, c: Consts, caps: Caps, rows: int, position: int) -> Grid:
@@ -1308,7 +1315,7 @@ DEEP_PREFETCH_ROWS = 8  # up to so many, but not one alone, it has 8 positions i
 FEW_SCORES = 12288  # rows x positions up to which it is the fastest for more rows, too
 TILE_ROWS = 17  # fewest rows of attend_tile
 LARGE_TILE_ROWS = 257  # fewest rows of attend_int8's large tiles
-LARGE_MATRIX_TILES = 192, 256  # invocations of attend_matrix's large tiles: twice their rows
+LARGE_MATRIX_TILES = 256  # invocations of attend_matrix's large tiles: twice their rows
 SMALL_TILES = 8192  # rows of all heads up to which attend_matrix has small tiles: 128 workgroups of 64
 
 
@@ -1346,30 +1353,16 @@ def large_int8_tiles(s: Attention, c: Caps) -> bool:
 
 
 def matrix_attention(s: Attention, c: Caps, workgroup: int) -> bool:
-    """Whether attend_matrix may and can run: enough rows for its tiles, a row for each query head of a KV head."""
-    heads = s.head_dim in (64, 128) and s.heads_per_kv <= workgroup // 2 and not s.soft_cap and not s.sinks
-    fits = c.matrices and matrix_attention_bytes(s.head_dim, workgroup) <= c.shared_bytes
+    """Whether attend_matrix may and can run: enough rows for its tiles."""
+    heads = (s.head_dim == 128 or (s.head_dim == 64 and workgroup == 128)) and not s.soft_cap and not s.sinks
+    fits = c.matrices and matrix_attention_bytes(s, c, workgroup) <= c.shared_bytes
     return s.half and s.m > 64 and heads and fits
 
 
-def large_matrix_tiles(s: Attention, c: Caps, workgroup: int) -> bool:
+def large_matrix_tiles(s: Attention, c: Caps) -> bool:
     """Whether attend_matrix should have large tiles: with heads of 128 a core of an H200 runs one workgroup at a time,
     and one with twice the rows takes 1.3 times as long. Where small tiles leave cores idle, they are better."""
-    large = s.head_dim == 128 and s.heads * s.m > SMALL_TILES and workgroup == large_matrix_workgroup(s)
-    return large and matrix_attention(s, c, workgroup)
-
-
-def large_matrix_workgroup(s: Attention) -> int:
-    """Three heads to a KV head fill 96 rows: 512 tokens of Llama 3B take 128 workgroups (341 us at a depth of 8192),
-    with 128 rows 104 (366), each on a core of its own. 2048 tokens would take four waves of workgroups, not three."""
-    of_three, most = LARGE_MATRIX_TILES
-    if s.heads_per_kv % 3 or of_three // 2 % s.heads_per_kv:
-        return most
-
-    def waves(workgroup: int) -> int:
-        return -(-s.kv_heads * -(-s.m // int8_tokens(s, {"WORKGROUP": workgroup})) // CORES)
-
-    return of_three if waves(of_three) <= waves(most) else most
+    return s.head_dim == 128 and s.heads * s.m > SMALL_TILES and matrix_attention(s, c, LARGE_MATRIX_TILES)
 
 
 ATTEND: Table[Attention] = (
@@ -1380,23 +1373,20 @@ ATTEND: Table[Attention] = (
         lambda s, c, caps, rows, position: (s.kv_heads * c["HEAD_SHARES"], s.splits, rows),
         (Role.KV_RUN, Role.PAGES, Role.INT8_BLOCK, Role.BLOCKS),
     ),
-    *(
-        Route(
-            "attend_matrix",
-            partial(large_matrix_tiles, workgroup=workgroup),
-            f"more than {SMALL_TILES} rows of all heads, f16 will do, matrix units, head_dim 128, {heads} to a KV head",
-            int8_tile_grid,
-            (Role.MATRIX, Role.PAGES, Role.BLOCKS),
-            {"WORKGROUP": workgroup},
-        )
-        for workgroup, heads in zip(LARGE_MATRIX_TILES, ("3, 6, 12, 24, 48 or 96 heads", "128 heads"), strict=True)
+    Route(
+        "attend_matrix",
+        large_matrix_tiles,
+        f"more than {SMALL_TILES} rows of all heads, f16 will do, matrix units, head_dim 128",
+        matrix_attention_grid,
+        (Role.MATRIX, Role.SCORES, Role.PAGES, Role.BLOCKS),
+        {"WORKGROUP": LARGE_MATRIX_TILES},
     ),
     Route(
         "attend_matrix",
         partial(matrix_attention, workgroup=128),
-        "m > 64, f16 will do, matrix units, head_dim 64 or 128, 64 heads to a KV head",
-        int8_tile_grid,
-        (Role.MATRIX, Role.PAGES, Role.BLOCKS),
+        "m > 64, f16 will do, matrix units, head_dim 64 or 128",
+        matrix_attention_grid,
+        (Role.MATRIX, Role.SCORES, Role.PAGES, Role.BLOCKS),
         {"WORKGROUP": 128},
     ),
     Route(
@@ -1462,7 +1452,7 @@ MERGE: Route[Attention] = Route(
     "attend_merge",
     lambda s, c: True,
     "splits, head_dim % 32 = 0",
-    lambda s, c, caps, rows, position: (rows * s.heads * s.head_dim // 32, 1, 1),
+    lambda s, c, caps, rows, position: (-(-s.heads * s.head_dim // (8 * c["WORKGROUP"] // merge_teams(s))), rows, 1),
     (Role.BLOCKS, Role.SINKS),
 )
 # These can write blocks themselves
@@ -1492,11 +1482,16 @@ def int8_tile_bytes(head_dim: int, workgroup: int) -> int:
     return 128 * head_dim + 512 + head_dim * (rows + 2) + 64 * (rows + 4) + 32 * rows
 
 
-def matrix_attention_bytes(head_dim: int, workgroup: int) -> int:
+def half_scores(s: Attention, c: Caps) -> bool:
+    """Whether attend_matrix rounds scores to f16."""
+    return s.half_scores and c.half_sums
+
+
+def matrix_attention_bytes(s: Attention, c: Caps, workgroup: int) -> int:
     """Workgroup memory of attend_matrix: kv tiles of keys and of values, scores and weights of its rows."""
-    own, rows = constants("attend_matrix"), workgroup // 2
-    vec4s = 2 * own["KV_TILE"] * (head_dim // 8 + 1) - 1 + rows * own["SCORE_PITCH"] - 1
-    return 16 * vec4s + 8 * rows * own["WEIGHT_PITCH"]
+    own = constants("attend_matrix")
+    regions = constants("scores_f16" if half_scores(s, c) else "scores_f32")["REGIONS"]
+    return 16 * (2 * own["KV_TILE"] * (s.head_dim // 8 + 1) + regions * workgroup // 2 * own["ROW_PITCH"])
 
 
 def int8_kv_bytes(s: Attention, capacity: int) -> int:
@@ -1517,6 +1512,7 @@ LONG_CONTEXT, FAR_CONTEXT = (CONTEXT_BUCKETS[i][0] for i in (3, 4))
 ENOUGH_WORKGROUPS = 128  # to keep the cores of an H200 busy
 MAX_SPLITS = 64
 MAX_SPLIT_ROWS = 512  # rows x splits of attend_int8, for which there is memory
+MATRIX_SPLIT_ROWS = 2048  # of attend_matrix
 
 
 def context_bucket(positions: int) -> int:
@@ -1533,20 +1529,43 @@ def split_count(bucket: int, kv_heads: int, m: int = 1) -> int:
 
 
 def int8_split_count(s: Attention, caps: Caps) -> int:
-    """The splits of the context in attend_int8 and attend_matrix: a power of two, up to 256 workgroups, at least 128
-    positions each."""
+    """The splits of the context in attend_int8: a power of two, up to 256 workgroups, at least 128 positions each."""
     workgroups = s.kv_heads * -(-s.m // int8_tokens(s, select(ATTEND, s, caps).consts))
     most = min(256 // workgroups, (s.bucket + s.m) // 128, MAX_SPLIT_ROWS // s.m)
-    merges = s.m * s.heads * s.head_dim // 32 <= caps.workgroups
-    return 1 << (most.bit_length() - 1) if most > 1 and merges else 1
+    return 1 << (most.bit_length() - 1) if most > 1 else 1
+
+
+def matrix_split_count(s: Attention, caps: Caps) -> int:
+    """The splits of the context in attend_matrix: a power of two, at least 128 positions each.
+
+    Where the last round of workgroups leaves cores idle, more and shorter ones are faster. On an H200 (2026-11-19) 512
+    rows of Llama 3B at a depth of 8192 make 96 workgroups for 132 cores: 279 us, in four splits 247, of which
+    attend_merge takes 11. Beside its kv tiles a workgroup takes as long as 8 of them.
+    """
+    rows = select(ATTEND, s, caps).consts["WORKGROUP"] // 2
+    workgroups = s.kv_heads * -(-s.m * s.heads_per_kv // rows)
+    cores = CORES * (128 // s.head_dim)  # two workgroups with heads of 64 share a core
+    tiles = (s.bucket + s.m) // constants("attend_matrix")["KV_TILE"]
+
+    def time(splits: int) -> int:  # in kv tiles
+        return -(-workgroups * splits // cores) * (-(-tiles // splits) + 8) + (10 if splits > 1 else 0)
+
+    most = min(tiles // 4, matrix_split_rows(s.heads * s.head_dim, caps) // s.m)
+    return min((1 << i for i in range(max(1, most).bit_length())), key=time)
+
+
+def matrix_split_rows(width: int, caps: Caps) -> int:
+    """Rows x splits of attend_matrix for which there is memory: partial sums of `width` numbers each."""
+    return min(MATRIX_SPLIT_ROWS, caps.binding_bytes // (4 * width))
 
 
 def in_splits(s: Attention, caps: Caps) -> Attention:
     """The shape with the splits that its kernel takes."""
+    counts = {"attend_int8": int8_split_count, "attend_matrix": matrix_split_count}
     kernel = select(ATTEND, s, caps).kernel
     if kernel == "attend_split":
         return replace(s, splits=split_count(s.bucket, s.kv_heads, s.m))
-    return replace(s, splits=int8_split_count(s, caps)) if kernel in ("attend_int8", "attend_matrix") else s
+    return replace(s, splits=counts[kernel](s, caps)) if kernel in counts else s
 
 
 @cache
@@ -1607,6 +1626,11 @@ def subgroups_per_head(s: Attention, caps: Caps) -> int:
     in_memory = caps.shared_bytes // (heads * (s.head_dim + 2) * 2)
     most = max(1, min(wanted, caps.invocations // (caps.subgroup * heads), in_memory))
     return 1 << (most.bit_length() - 1)
+
+
+def merge_teams(s: Attention) -> int:
+    """Invocations of attend_merge that share the splits of 8 dimensions: of few splits none is left over."""
+    return 8 if s.splits >= 8 else 1
 
 
 def merge_in_linear(k: int, splits: int) -> bool:

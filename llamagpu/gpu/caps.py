@@ -75,6 +75,7 @@ class Caps:
     grid_barrier: bool = False  # workgroups of one dispatch may wait for each other
     tint: bool = False  # Dawn's compiler: its barriers must be seen to be uniform, and none is for all workgroups
     matrix: str = ""  # the best of MATRICES that it has; empty: none
+    half_sums: bool = False  # measured: it has 16 x 16 matrices with f16 sums, too
 
     @property
     def matrices(self) -> bool:

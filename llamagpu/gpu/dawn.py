@@ -370,6 +370,7 @@ class DawnAdapter:
         self.limits: dict[str, int] = {name.replace("_", "-"): getattr(limits, name) for name in names}
         kinds = matrix_kinds(configs)
         self.matrices = [name for name, sizes in MATRICES.items() if (F16, F32, *sizes) in kinds]
+        self.half_sums = (F16, F16, *MATRICES["16x16"]) in kinds
         backends = {number: name for name, number in BACKEND_NUMBERS.items()}
         self.info: dict[str, Any] = {
             **{name: to_string(getattr(info, name)) for name in ("vendor", "architecture", "device", "description")},

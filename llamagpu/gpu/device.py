@@ -116,6 +116,7 @@ class Gpu:
         features = requested_features(adapter.features)
         self.features = set(features)
         self.matrices = adapter.matrices if "subgroup-matrix" in features else ()
+        self.half_sums = adapter.half_sums
         self.lost = threading.Event()
         self.unchecked = may_be_unchecked(self.info["backend_type"])
         self.native = open_device(adapter, features, self.limits, self.unchecked, self.lost)
@@ -160,6 +161,7 @@ class Gpu:
             grid_barrier=grid_barrier_allowed(self.info, coherent),
             tint=self.info["library"] == "dawn",
             matrix=next(iter(self.matrices), ""),
+            half_sums="16x16" in self.matrices and self.half_sums and barrier_is_measured(self.info),
         )
 
     @classmethod

@@ -65,6 +65,10 @@ class Adapter(Protocol):
     def matrices(self) -> Sequence[str]:
         """Which of caps.MATRICES it has."""
 
+    @property
+    def half_sums(self) -> bool:
+        """Whether it has the first of them with f16 sums."""
+
     def open(self, features: Sequence[str], limits: Mapping[str, int], unchecked: bool, lost: Event) -> Native:
         """`unchecked` drops bounds checks from shaders, and checks of calls; `lost` is set when the device is."""
 

@@ -35,6 +35,7 @@ def wgpu_adapters() -> list["WgpuAdapter"]:
 
 class WgpuAdapter:
     matrices: Sequence[str] = ()
+    half_sums: bool = False
 
     def __init__(self, adapter: Any) -> None:
         self.adapter = adapter

@@ -359,6 +359,7 @@ CAPACITY = 256
 ROUNDED_Q8_0 = (1e-5, 1e-2)  # a value near a tie may round differently
 INT8_ATTENTION = (2e-4, 3e-2)  # everything in int8; the same for int8 blocks of the results
 HALF_ATTENTION = (2e-5, 1e-2)  # queries and weights in f16
+HALF_SCORES = (2e-4, 3e-2)  # and scores
 HEADS = ((4, 2, 64), (2, 1, 128), (2, 1, 48), (2, 2, 6))  # heads, KV heads, head_dim
 
 
@@ -414,14 +415,14 @@ def matrix_attention_cases(gpu: Gpu, quick: bool = False) -> Iterator[Case]:
     cases = [(heads, *mode) for heads in HEADS[:2] for mode in modes]
     for (heads, kv_heads, head_dim), splits, sharpness, result in cases[: 1 if quick else None]:
         shape = Attention(70, heads, kv_heads, head_dim, scale=head_dim**-0.5, splits=splits, half=True)
-        for route in kernels:
-            workgroup = route.consts["WORKGROUP"]
-            if not routes.matrix_attention(shape, gpu.caps, workgroup):
+        for route, half in product(kernels, (False, True) if gpu.caps.half_sums else (False,)):
+            workgroup, own = route.consts["WORKGROUP"], replace(shape, half_scores=half)
+            if not routes.matrix_attention(own, gpu.caps, workgroup):
                 continue
             name = f"{heads} heads of {head_dim}, m 70 at 130, queries times {sharpness}, {splits} splits"
-            name += f", workgroups of {workgroup}"
-            compare = partial(attend, gpu, route, shape, 130, AttentionMode(KvType.F16, result), sharpness)
-            yield Case(route.kernel, name, compare, HALF_ATTENTION)
+            name += f", workgroups of {workgroup}, scores in {'f16' if half else 'f32'}"
+            compare = partial(attend, gpu, route, own, 130, AttentionMode(KvType.F16, result), sharpness)
+            yield Case(route.kernel, name, compare, HALF_SCORES if half else HALF_ATTENTION)
 
 
 def store_kv(gpu: Gpu, shape: Attention, position: int) -> Answer:
