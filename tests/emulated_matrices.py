@@ -110,13 +110,13 @@ def emulated(source: str, native_f16: bool) -> str:
     aliases = {kind.upper(): (name, int(columns), int(rows)) for name, kind, columns, rows in ALIAS.findall(source)}
     source, tiles = matrix_calls(ALIAS.sub("", source), "emulated_")
     if half_scores:  # all that is stored there
-        source = source.replace("emulated_store_row_major_rows(", "store_half_rows(")
+        source = source.replace("emulated_store_row_major_row_data(", "store_half_row_data(")
     source = ENTRY.sub(r"\1  let subgroup = index / 32u;\n  lane_of_32 = index % 32u;\n", source)
     source = source.replace("bitcast<vec2<f16>>(", "unpack_f16(").replace("bitcast<u32>(v * ", "pack_f16(v * ")
     source = re.sub(r"(\d\.\d+)h\b", r"\1", re.sub(r"\bf16\b(?![_(])", "f32", source))
     (_, k, m), (_, n, _) = aliases["LEFT"], aliases["RIGHT"]
     sizes = {"M": m, "K": k, "E": k // 8, "H": n // 2, "F": n // 8}
-    functions = MATRICES + STORE_HALF.replace("TILE", "rows") * half_scores
+    functions = MATRICES + STORE_HALF.replace("TILE", "row_data") * half_scores
     functions = re.sub(r"\b([MKEHF])u\b", lambda found: f"{sizes[found[1]]}u", functions)
     for kind, (name, _, _) in aliases.items():
         functions = functions.replace(kind, name)

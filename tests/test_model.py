@@ -225,6 +225,27 @@ def test_no_int8_attention_with_biases(gpu, tmp_path):
     assert not buffer_model(load_one(gpu, path, precision=Precision.FAST)).int8_attention
 
 
+@pytest.mark.parametrize("name, allowed", [("qwen2", False), ("head_dim 64", True)])
+def test_no_scores_in_f16_with_biases(gpu, tmp_path, name, allowed):
+    path = tiny_llama(tmp_path / "m.gguf", **MODELS[name])
+    model = buffer_model(load_one(gpu, path, precision=Precision.FAST, kv_type=KvType.F16))
+    assert model.half_attention and model.attention(70).half_scores == allowed
+
+
+@pytest.mark.parametrize("matrix", ["16x16"])
+def test_memory_for_splits_on_matrix_units(matrix_gpu, tmp_path, monkeypatch):
+    """Partial sums of the rows of any plan, at any depth; none where the kernel never runs."""
+    monkeypatch.setattr(caps.Caps, "matrices", True)
+    path = tiny_llama(tmp_path / "m.gguf", heads=2, kv_heads=1, head_dim=64)
+    options = {"precision": Precision.FAST, "kv_type": KvType.F16}
+    model, narrow = (buffer_model(load_one(matrix_gpu, path, chunk=m, context=m, **options)) for m in (256, 64))
+    shapes = [model.attention(m, bucket) for m in (65, 100, 128, 256) for bucket in (1, 513, 1537, 8192)]
+    assert {routes.select(routes.ATTEND, shape, matrix_gpu.caps).kernel for shape in shapes} >= {"attend_matrix"}
+    rows = max(shape.m * shape.splits for shape in shapes)
+    assert rows > 512 and rows * 2 * 64 * 4 <= model.partial.size and rows * 2 * 8 <= model.stats.size
+    assert narrow.partial.size < model.partial.size
+
+
 def test_norms_as_prologues_or_dispatches(gpu, tmp_path):
     """The plan of one row with norms as prologues gives the results of the plan with two more dispatches a layer."""
     path, ids = tiny_llama(tmp_path / "m.gguf", **MODELS["head_dim 64"]), token_ids(20)

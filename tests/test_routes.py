@@ -377,9 +377,15 @@ def test_splits_of_attention_in_int8(kv_heads):
     assert routes.in_splits(Attention(32, 32, 8, 64, bucket=8192, int8=True), GPU).splits == 16
 
 
-def test_plans_of_many_rows_do_not_depend_on_the_context():
+def test_plans_of_many_rows_in_int8_do_not_depend_on_the_context():
     prompt, turn = (Attention(m, 32, 8, 64, int8=True) for m in (512, 32))
     assert not routes.depends_on_context(prompt, GPU) and routes.depends_on_context(turn, GPU)
+
+
+def test_plans_on_matrices_depend_on_the_context_where_it_is_split():
+    caps = replace(GPU, shared_bytes=49152, matrix="16x16")
+    shapes = (Attention(512, heads, 8, 128, half=True) for heads in (24, 32))
+    assert [routes.depends_on_context(shape, caps) for shape in shapes] == [True, False]
 
 
 @pytest.mark.parametrize("m", [1, 65])
@@ -454,11 +460,23 @@ def test_splits_of_attention_on_matrices(heads, head_dim, m, bucket, splits):
     assert routes.in_splits(Attention(m, heads, 8, head_dim, bucket=bucket, half=True), caps).splits == splits
 
 
-def test_splits_of_attention_on_matrices_fit_into_memory():
-    caps = replace(GPU, shared_bytes=49152, matrix="16x16", binding_bytes=128 << 20)
-    for heads, m, bucket in product((8, 24, 32, 64, 128), (65, 128, 342, 512, 2048), (513, 8192)):
-        shape = routes.in_splits(Attention(m, heads, 8, 128, bucket=bucket, half=True), caps)
-        assert shape.splits == 1 or shape.splits * m * heads * 128 * 4 <= caps.binding_bytes
+@pytest.mark.parametrize("m", [65, 100, 130])
+@pytest.mark.parametrize("memory, most", [(128 << 20, 2048), (1 << 20, 512), (1 << 18, 128)])
+def test_splits_of_attention_on_matrices_fit_into_memory(m, memory, most):
+    """With one KV head there are few workgroups: as many splits as memory and the context allow."""
+    caps = replace(GPU, shared_bytes=49152, matrix="16x16", binding_bytes=memory)
+    assert routes.matrix_split_rows(4 * 128, caps) == most
+    for bucket in (513, 8192):
+        splits = routes.in_splits(Attention(m, 4, 1, 128, bucket=bucket, half=True), caps).splits
+        limit = max(1, min(most // m, (bucket + m) // 128))
+        assert splits <= limit and (splits > limit // 2 or bucket < 8192)
+
+
+def test_scores_on_matrices_are_rounded_where_both_allow_it():
+    allowed, measured = Attention(512, 32, 8, 64, half=True, half_scores=True), replace(GPU, half_sums=True)
+    exact = replace(allowed, half_scores=False)
+    shapes = [(allowed, measured), (allowed, GPU), (exact, measured)]
+    assert [routes.half_scores(*pair) for pair in shapes] == [True, False, False]
 
 
 @pytest.mark.parametrize("head_dim, subgroup, run", list(product((64, 128, 192, 256), (4, 8, 32, 64), (8, 16))))

@@ -45,7 +45,7 @@ alias Result = subgroup_matrix_result<f32, 16, 16>;
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;              // q [m, HEADS, HEAD_DIM]
 @group(0) @binding(8) var<uniform> step: Step;
 var<workgroup> kv: array<vec4<u32>, 2u * KV_TILE * PITCH>;  // f16 [position][dimension]: keys, then values; or f32 [row][32 dimensions]: outputs
-var<workgroup> rows: array<vec4<u32>, REGIONS * REGION>;     // [region][row][16 scores f32, or 32 scores or weights f16]; queries at first
+var<workgroup> row_data: array<vec4<u32>, REGIONS * REGION>;     // [region][row][16 scores f32, or 32 scores or weights f16]; queries at first
 const VALUES: u32 = KV_TILE * PITCH;
 const GREW: u32 = 2u * VALUES - 1u;  // where kv tells, in padding, whether a row needs a new top
 fn after(tile: u32, begin: u32, end: u32) -> u32 {  // begin + 1 after the last
@@ -80,7 +80,7 @@ fn stage_values(loads: ptr<function, Loads>, count: u32, index: u32) {  // posit
 fn half4(v: vec4<f32>) -> vec2<u32> { return vec2<u32>(pack_f16(v.xy), pack_f16(v.zw)); }
 // One beyond f16 exceeds MOST: it is not used
 fn weight4(v: vec4<f32>) -> vec2<u32> { return vec2<u32>(pack2x16float(v.xy), pack2x16float(v.zw)); }
-fn score4(at: u32) -> vec4<f32> { return bitcast<vec4<f32>>(rows[at]); }
+fn score4(at: u32) -> vec4<f32> { return bitcast<vec4<f32>>(row_data[at]); }
 fn output4(at: u32) -> vec4<f32> { return bitcast<vec4<f32>>(kv[at]); }
 struct Queries { v: array<vec4<u32>, 4> }
 fn load_queries(dim0: u32, kv_head: u32, row0: u32, segment: vec4<u32>, index: u32) -> Queries {  // 64 dimensions of all rows
@@ -96,7 +96,7 @@ fn load_queries(dim0: u32, kv_head: u32, row0: u32, segment: vec4<u32>, index: u
 fn stage_queries(queries: ptr<function, Queries>, index: u32) {
   for (var i = 0u; i < 4u; i++) {
     let n = index + i * WORKGROUP;
-    rows[n / 8u * QUERY_PITCH + n % 8u] = (*queries).v[i];
+    row_data[n / 8u * QUERY_PITCH + n % 8u] = (*queries).v[i];
   }
 }
 fn rescale_strip(at: u32, strip_row: u32, lane: u32) {  // 32 dimensions of the 16 rows from strip_row on, times their factors
@@ -122,17 +122,18 @@ fn store_weights(at: u32, s: Sixteen, top: f32) -> f32 {  // returns their sum
   let b = exp2(s.b - top);
   let c = exp2(s.c - top);
   let d = exp2(s.d - top);
-  rows[at] = vec4<u32>(weight4(a), weight4(b));
-  rows[at + 1u] = vec4<u32>(weight4(c), weight4(d));
+  row_data[at] = vec4<u32>(weight4(a), weight4(b));
+  row_data[at + 1u] = vec4<u32>(weight4(c), weight4(d));
   return sum4((a + b) + (c + d));
 }
 struct Place { first4: u32, begin: u32, seen: u32, live: bool }  // of a row: its head in x and y, the positions that it sees
 fn place(row: u32, kv_head: u32, row0: u32, segment: vec4<u32>) -> Place {
   let token = (row0 + row) / HEADS_PER_KV;
   let head = kv_head * HEADS_PER_KV + (row0 + row) % HEADS_PER_KV;
-  let end = segment.w + token + 1u;
+  let own = min(token, segment.y - 1u);  // rows past the segment's end are like the last one, and not stored
+  let end = segment.w + own + 1u;
   let begin = select(0u, end - min(WINDOW, end), WINDOW > 0u);
-  let first4 = ((segment.x + min(token, segment.y - 1u)) * HEADS + head) * (HEAD_DIM / 4u);
+  let first4 = ((segment.x + own) * HEADS + head) * (HEAD_DIM / 4u);
   return Place(first4, begin, end - begin, token < segment.y);
 }
 struct Output { block: u32, factor: f32, live: bool }  // of a row: its first block in y, and what its sums are multiplied by
@@ -178,27 +179,27 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   var high_queries = load_queries(HIGH, workgroup.x, row0, segment, index);
   stage_queries(&low_queries, index);
   workgroupBarrier();
-  let qa0 = subgroupMatrixLoad<Left, row_major>(&rows, row_a * QUERY_PITCH, QUERY_PITCH);
-  let qa1 = subgroupMatrixLoad<Left, row_major>(&rows, row_a * QUERY_PITCH + 2u, QUERY_PITCH);
-  let qa2 = subgroupMatrixLoad<Left, row_major>(&rows, row_a * QUERY_PITCH + 4u, QUERY_PITCH);
-  let qa3 = subgroupMatrixLoad<Left, row_major>(&rows, row_a * QUERY_PITCH + 6u, QUERY_PITCH);
-  let qb0 = subgroupMatrixLoad<Left, row_major>(&rows, row_b * QUERY_PITCH, QUERY_PITCH);
-  let qb1 = subgroupMatrixLoad<Left, row_major>(&rows, row_b * QUERY_PITCH + 2u, QUERY_PITCH);
-  let qb2 = subgroupMatrixLoad<Left, row_major>(&rows, row_b * QUERY_PITCH + 4u, QUERY_PITCH);
-  let qb3 = subgroupMatrixLoad<Left, row_major>(&rows, row_b * QUERY_PITCH + 6u, QUERY_PITCH);
+  let qa0 = subgroupMatrixLoad<Left, row_major>(&row_data, row_a * QUERY_PITCH, QUERY_PITCH);
+  let qa1 = subgroupMatrixLoad<Left, row_major>(&row_data, row_a * QUERY_PITCH + 2u, QUERY_PITCH);
+  let qa2 = subgroupMatrixLoad<Left, row_major>(&row_data, row_a * QUERY_PITCH + 4u, QUERY_PITCH);
+  let qa3 = subgroupMatrixLoad<Left, row_major>(&row_data, row_a * QUERY_PITCH + 6u, QUERY_PITCH);
+  let qb0 = subgroupMatrixLoad<Left, row_major>(&row_data, row_b * QUERY_PITCH, QUERY_PITCH);
+  let qb1 = subgroupMatrixLoad<Left, row_major>(&row_data, row_b * QUERY_PITCH + 2u, QUERY_PITCH);
+  let qb2 = subgroupMatrixLoad<Left, row_major>(&row_data, row_b * QUERY_PITCH + 4u, QUERY_PITCH);
+  let qb3 = subgroupMatrixLoad<Left, row_major>(&row_data, row_b * QUERY_PITCH + 6u, QUERY_PITCH);
   workgroupBarrier();
   if (HIGH > 0u) {
     stage_queries(&high_queries, index);
     workgroupBarrier();
   }
-  let qa4 = subgroupMatrixLoad<Left, row_major>(&rows, row_a * QUERY_PITCH, QUERY_PITCH);
-  let qa5 = subgroupMatrixLoad<Left, row_major>(&rows, row_a * QUERY_PITCH + 2u, QUERY_PITCH);
-  let qa6 = subgroupMatrixLoad<Left, row_major>(&rows, row_a * QUERY_PITCH + 4u, QUERY_PITCH);
-  let qa7 = subgroupMatrixLoad<Left, row_major>(&rows, row_a * QUERY_PITCH + 6u, QUERY_PITCH);
-  let qb4 = subgroupMatrixLoad<Left, row_major>(&rows, row_b * QUERY_PITCH, QUERY_PITCH);
-  let qb5 = subgroupMatrixLoad<Left, row_major>(&rows, row_b * QUERY_PITCH + 2u, QUERY_PITCH);
-  let qb6 = subgroupMatrixLoad<Left, row_major>(&rows, row_b * QUERY_PITCH + 4u, QUERY_PITCH);
-  let qb7 = subgroupMatrixLoad<Left, row_major>(&rows, row_b * QUERY_PITCH + 6u, QUERY_PITCH);
+  let qa4 = subgroupMatrixLoad<Left, row_major>(&row_data, row_a * QUERY_PITCH, QUERY_PITCH);
+  let qa5 = subgroupMatrixLoad<Left, row_major>(&row_data, row_a * QUERY_PITCH + 2u, QUERY_PITCH);
+  let qa6 = subgroupMatrixLoad<Left, row_major>(&row_data, row_a * QUERY_PITCH + 4u, QUERY_PITCH);
+  let qa7 = subgroupMatrixLoad<Left, row_major>(&row_data, row_a * QUERY_PITCH + 6u, QUERY_PITCH);
+  let qb4 = subgroupMatrixLoad<Left, row_major>(&row_data, row_b * QUERY_PITCH, QUERY_PITCH);
+  let qb5 = subgroupMatrixLoad<Left, row_major>(&row_data, row_b * QUERY_PITCH + 2u, QUERY_PITCH);
+  let qb6 = subgroupMatrixLoad<Left, row_major>(&row_data, row_b * QUERY_PITCH + 4u, QUERY_PITCH);
+  let qb7 = subgroupMatrixLoad<Left, row_major>(&row_data, row_b * QUERY_PITCH + 6u, QUERY_PITCH);
   let row = subgroup * 16u + lane / 16u * 8u + lane % 8u;  // of the softmax
   let part = lane / 8u % 2u;  // which of its two lanes
   let own = place(row, workgroup.x, row0, segment);
@@ -213,7 +214,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   var b0: Result; var b1: Result; var b2: Result; var b3: Result;
   stage_keys(&keys, index);
   workgroupBarrier();
-  for (var n = index; n < REGION; n += WORKGROUP) { rows[REGION * (REGIONS - 1u) + n] = vec4<u32>(); }  // no weights before the first tile
+  for (var n = index; n < REGION; n += WORKGROUP) { row_data[REGION * (REGIONS - 1u) + n] = vec4<u32>(); }  // no weights before the first tile
   if (index == 0u) { kv[GREW].x = 0u; }
   var s_a: Score; var s_b: Score;
   let k0 = subgroupMatrixLoad<Right, col_major>(&kv, own_keys, PITCH);
@@ -244,7 +245,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   }
   keys = load_keys(next_cell, index);
   var values: Loads;  // nor values
-  var seen = 0u;  // positions of values before tile_end
+  var filled = 0u;  // positions of values before tile_end
   var third = after(next, begin, end);
   var third_cell = head_cell + cell_of(segment.z, third * KV_TILE);
   var regions = vec3<u32>(0u, REGION, REGION * (REGIONS - 1u));  // of scores, scores of the second half, and weights
@@ -256,14 +257,14 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     loop {
       // Scores of `tile`, keys of the next one and values of the one before come into workgroup memory
       let at = scores_at(regions, half);
-      subgroupMatrixStore<row_major>(&rows, at + row_a * ROW_PITCH, s_a, ROW_PITCH);
-      subgroupMatrixStore<row_major>(&rows, at + row_b * ROW_PITCH, s_b, ROW_PITCH);
-      stage_values(&values, seen, index);
+      subgroupMatrixStore<row_major>(&row_data, at + row_a * ROW_PITCH, s_a, ROW_PITCH);
+      subgroupMatrixStore<row_major>(&row_data, at + row_b * ROW_PITCH, s_b, ROW_PITCH);
+      stage_values(&values, filled, index);
       stage_keys(&keys, index);
       let value_cell = cell;
       let key_cell = third_cell;
       let p0 = tile * KV_TILE;
-      seen = tile_end - min(tile_end, p0);
+      filled = tile_end - min(tile_end, p0);
       cell = next_cell;
       next_cell = third_cell;
       tile = next;
@@ -272,8 +273,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
       third_cell = head_cell + cell_of(segment.z, third * KV_TILE);
       workgroupBarrier();
       // Scores
-      let wa0 = subgroupMatrixLoad<Left, row_major>(&rows, regions.z + row_a * ROW_PITCH, ROW_PITCH);
-      let wb0 = subgroupMatrixLoad<Left, row_major>(&rows, regions.z + row_b * ROW_PITCH, ROW_PITCH);
+      let wa0 = subgroupMatrixLoad<Left, row_major>(&row_data, regions.z + row_a * ROW_PITCH, ROW_PITCH);
+      let wb0 = subgroupMatrixLoad<Left, row_major>(&row_data, regions.z + row_b * ROW_PITCH, ROW_PITCH);
       let v00 = subgroupMatrixLoad<Right, row_major>(&kv, own_values, PITCH);
       a0 = subgroupMatrixMultiplyAccumulate(wa0, v00, a0);
       b0 = subgroupMatrixMultiplyAccumulate(wb0, v00, b0);
@@ -290,8 +291,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
       }
       values = load_values(value_cell, index);
       keys = load_keys(key_cell, index);
-      let wa1 = subgroupMatrixLoad<Left, row_major>(&rows, regions.z + row_a * ROW_PITCH + 2u, ROW_PITCH);
-      let wb1 = subgroupMatrixLoad<Left, row_major>(&rows, regions.z + row_b * ROW_PITCH + 2u, ROW_PITCH);
+      let wa1 = subgroupMatrixLoad<Left, row_major>(&row_data, regions.z + row_a * ROW_PITCH + 2u, ROW_PITCH);
+      let wb1 = subgroupMatrixLoad<Left, row_major>(&row_data, regions.z + row_b * ROW_PITCH + 2u, ROW_PITCH);
       let v10 = subgroupMatrixLoad<Right, row_major>(&kv, own_values + 16u * PITCH, PITCH);
       a0 = subgroupMatrixMultiplyAccumulate(wa1, v10, a0);
       b0 = subgroupMatrixMultiplyAccumulate(wb1, v10, b0);
@@ -342,7 +343,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
       left--;
     }
     if (left == 0u) { break; }
-    rows[part * REGION + row * ROW_PITCH + PADDING].x = bitcast<u32>(max(max(max4(s.a), max4(s.b)), max(max4(s.c), max4(s.d))));
+    row_data[part * REGION + row * ROW_PITCH + PADDING].x = bitcast<u32>(max(max(max4(s.a), max4(s.b)), max(max4(s.c), max4(s.d))));
     workgroupBarrier();
     let most = max(score4(row * ROW_PITCH + PADDING).x, score4(REGION + row * ROW_PITCH + PADDING).x);
     workgroupBarrier();
@@ -350,7 +351,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     top = max(top, most);
     total = total * rescale + store_weights(regions.z + own_row, s, top);
     if (index == 0u) { kv[GREW].x = 0u; }
-    if (part == 0u) { rows[row * ROW_PITCH + PADDING].x = bitcast<u32>(rescale); }
+    if (part == 0u) { row_data[row * ROW_PITCH + PADDING].x = bitcast<u32>(rescale); }
     if (left < end - begin) {
       subgroupMatrixStore<row_major>(&kv, strip, a0, 8u); subgroupMatrixStore<row_major>(&kv, strip + 4u, a1, 8u);
       workgroupBarrier();
@@ -382,12 +383,12 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     left--;
   }
   workgroupBarrier();
-  rows[part * REGION + row * ROW_PITCH + PADDING].x = bitcast<u32>(total);
+  row_data[part * REGION + row * ROW_PITCH + PADDING].x = bitcast<u32>(total);
   workgroupBarrier();
   let all = score4(row * ROW_PITCH + PADDING).x + score4(REGION + row * ROW_PITCH + PADDING).x;
   workgroupBarrier();
   if (part == 0u) {
-    rows[row * ROW_PITCH + PADDING].x = bitcast<u32>(select(1.0, 1.0 / all, SPLITS == 1u));
+    row_data[row * ROW_PITCH + PADDING].x = bitcast<u32>(select(1.0, 1.0 / all, SPLITS == 1u));
     if (SPLITS > 1u && own.live) { stats[own.first4 / (HEAD_DIM / 4u) * SPLITS + split] = vec2<f32>(top * 0.6931471805599453, all); }
   }
   workgroupBarrier();

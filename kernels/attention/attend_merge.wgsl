@@ -9,7 +9,7 @@ const BLOCKS: u32 = HEADS * HEAD_DIM / 32u;  // blocks of a token
 const WORKGROUP: u32 = 64u;
 const TEAMS: u32 = 1u;
 const LANES: u32 = WORKGROUP / TEAMS;
-@group(0) @binding(3) var<storage, read> stats: array<vec2<f32>>;  // [m * HEADS, SPLITS] (top, total), see attend_split
+@group(0) @binding(3) var<storage, read> stats: array<vec2<f32>>;  // [m * HEADS, SPLITS] (top, total), see attend_split, attend_int8, attend_matrix
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;      // partial sums [m * HEADS, SPLITS, HEAD_DIM]
 struct Sum { lo: vec4<f32>, hi: vec4<f32>, total: f32 }
 var<workgroup> sums: array<Sum, WORKGROUP>;

@@ -8,8 +8,8 @@ const FOURS: vec4<u32> = vec4<u32>(0u, 4u, 8u, 12u);  // first positions of a la
 fn scores_at(regions: vec3<u32>, half: u32) -> u32 { return regions.x + 2u * half; }  // of half of a tile
 fn next_regions(regions: vec3<u32>) -> vec3<u32> { return regions.zyx; }
 fn load_scores(regions: vec3<u32>, own: u32) -> Sixteen {
-  let a = rows[regions.x + own];
-  let b = rows[regions.x + own + 1u];
+  let a = row_data[regions.x + own];
+  let b = row_data[regions.x + own + 1u];
   return Sixteen(vec4<f32>(unpack_f16(a.x), unpack_f16(a.y)), vec4<f32>(unpack_f16(a.z), unpack_f16(a.w)),
     vec4<f32>(unpack_f16(b.x), unpack_f16(b.y)), vec4<f32>(unpack_f16(b.z), unpack_f16(b.w)));
 }

@@ -158,7 +158,9 @@ def attend_time(gpu: Gpu, watch: Stopwatch, name: str, m: int, position: int, ta
     caches += [(clone(gpu, caches[0][0]), clone(gpu, caches[0][1])) for _ in range(clone_count(gpu, 2 * k.nbytes))]
     shape = Attention(m, s.heads, s.kv_heads, s.head_dim, scale=s.head_dim**-0.5)
     if table is routes.ATTEND:
-        shape = routes.in_splits(replace(shape, bucket=routes.context_bucket(position + 1)), gpu.caps)
+        half = kv_type is KvType.F16  # as prompts in `fast` do on matrix units
+        shape = replace(shape, bucket=routes.context_bucket(position + 1), half=half, half_scores=half)
+        shape = routes.in_splits(shape, gpu.caps)
     splits = shape.splits
     qs, y, make = gpu.upload(q, "q"), gpu.zeros(q.nbytes, "y"), ops_at(gpu, m, position, capacity)
     partial, stats = gpu.zeros(q.nbytes * splits, "partial"), gpu.zeros(m * s.heads * splits * 8 + 16, "stats")

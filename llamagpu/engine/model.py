@@ -295,7 +295,7 @@ class BufferModel(Model):
         self.h_blocks = gpu.zeros(blocks * widest // 32, "h_blocks")  # [m, dim/32]: normalised, then attended
         self.act_blocks = gpu.zeros(blocks * c.hidden_width // 32, "act_blocks")  # [m, experts used, ffn/32]
         split_rows = routes.MAX_SPLIT_ROWS if self.int8_kv else routes.MAX_SPLITS
-        if self.half_attention and gpu.caps.matrices:
+        if routes.matrix_attention(self.attention(self.chunk), gpu.caps, 128):
             split_rows = max(split_rows, routes.matrix_split_rows(c.q_width, gpu.caps))
         splits = c.heads * split_rows
         self.partial = gpu.zeros(splits * c.head_dim * 4, "partial")  # [m, heads, splits, head_dim]

@@ -811,7 +811,8 @@ class Ops:
         if route.kernel in ("attend_split", "attend_int8", "attend_matrix"):
             assert buffers.stats is not None, f"{route.kernel} leaves statistics"
             bindings["stats"] = buffers.stats
-            settings |= {} if route.kernel == "attend_matrix" else {"TO_BLOCKS": mode.out.blocks}
+        if route.kernel in ("attend_split", "attend_int8"):
+            settings["TO_BLOCKS"] = mode.out.blocks
         if route.kernel == "attend_split":
             settings |= {"SUBGROUP": caps.subgroup, "SUBGROUPS_PER_HEAD": routes.subgroups_per_head(shape, caps)}
             grid_consts = {"HEAD_SHARES": routes.head_shares(shape)}

@@ -1315,7 +1315,7 @@ DEEP_PREFETCH_ROWS = 8  # up to so many, but not one alone, it has 8 positions i
 FEW_SCORES = 12288  # rows x positions up to which it is the fastest for more rows, too
 TILE_ROWS = 17  # fewest rows of attend_tile
 LARGE_TILE_ROWS = 257  # fewest rows of attend_int8's large tiles
-LARGE_MATRIX_TILES = 256  # invocations of attend_matrix's large tiles: twice their rows
+LARGE_MATRIX_TILE = 256  # invocations of attend_matrix's large tiles: twice their rows
 SMALL_TILES = 8192  # rows of all heads up to which attend_matrix has small tiles: 128 workgroups of 64
 
 
@@ -1362,7 +1362,7 @@ def matrix_attention(s: Attention, c: Caps, workgroup: int) -> bool:
 def large_matrix_tiles(s: Attention, c: Caps) -> bool:
     """Whether attend_matrix should have large tiles: with heads of 128 a core of an H200 runs one workgroup at a time,
     and one with twice the rows takes 1.3 times as long. Where small tiles leave cores idle, they are better."""
-    return s.head_dim == 128 and s.heads * s.m > SMALL_TILES and matrix_attention(s, c, LARGE_MATRIX_TILES)
+    return s.head_dim == 128 and s.heads * s.m > SMALL_TILES and matrix_attention(s, c, LARGE_MATRIX_TILE)
 
 
 ATTEND: Table[Attention] = (
@@ -1379,7 +1379,7 @@ ATTEND: Table[Attention] = (
         f"more than {SMALL_TILES} rows of all heads, f16 will do, matrix units, head_dim 128",
         matrix_attention_grid,
         (Role.MATRIX, Role.SCORES, Role.PAGES, Role.BLOCKS),
-        {"WORKGROUP": LARGE_MATRIX_TILES},
+        {"WORKGROUP": LARGE_MATRIX_TILE},
     ),
     Route(
         "attend_matrix",
