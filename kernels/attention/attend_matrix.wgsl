@@ -216,7 +216,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   workgroupBarrier();
   for (var n = index; n < REGION; n += WORKGROUP) { row_data[REGION * (REGIONS - 1u) + n] = vec4<u32>(); }  // no weights before the first tile
   if (index == 0u) { kv[GREW].x = 0u; }
-  var s_a: Score; var s_b: Score;
+  var s_a: Score; var s_b: Score;  // scores of the first tile and, in the loop, of the next one
   let k0 = subgroupMatrixLoad<Right, col_major>(&kv, own_keys, PITCH);
   s_a = subgroupMatrixMultiplyAccumulate(qa0, k0, Score());
   s_b = subgroupMatrixMultiplyAccumulate(qb0, k0, Score());
