@@ -244,7 +244,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     s_b = subgroupMatrixMultiplyAccumulate(qb7, k7, s_b);
   }
   keys = load_keys(next_cell, index);
-  var values: Loads;  // nor values
+  var values: Loads;  // before the first tile there are none
   var filled = 0u;  // positions of values before tile_end
   var third = after(next, begin, end);
   var third_cell = head_cell + cell_of(segment.z, third * KV_TILE);
@@ -272,7 +272,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
       third = after(third, begin, end);
       third_cell = head_cell + cell_of(segment.z, third * KV_TILE);
       workgroupBarrier();
-      // Scores
+      // Outputs of the tile before, scores of the next one, weights of this
       let wa0 = subgroupMatrixLoad<Left, row_major>(&row_data, regions.z + row_a * ROW_PITCH, ROW_PITCH);
       let wb0 = subgroupMatrixLoad<Left, row_major>(&row_data, regions.z + row_b * ROW_PITCH, ROW_PITCH);
       let v00 = subgroupMatrixLoad<Right, row_major>(&kv, own_values, PITCH);

@@ -1536,7 +1536,8 @@ def int8_split_count(s: Attention, caps: Caps) -> int:
 
 
 def matrix_split_count(s: Attention, caps: Caps) -> int:
-    """The splits of the context in attend_matrix: a power of two, at least 128 positions each.
+    """The splits of the context in attend_matrix: a power of two, at least 128 positions each. Rows of several
+    segments are counted as if they were one's.
 
     Where the last round of workgroups leaves cores idle, more and shorter ones are faster. On an H200 (2026-11-19) 512
     rows of Llama 3B at a depth of 8192 make 96 workgroups for 132 cores: 279 us, in four splits 247, of which
