@@ -465,7 +465,7 @@ def test_attend_matrix(matrix_gpu, route, case, splits, half_scores, out):
     steps = TILE_STEPS if matrix_gpu.matrices or splits == 1 else TILE_STEPS[2:4]  # a step takes seconds
     sharpness, unseen = 8, np.nan  # scores that grow in later tiles; cells that nobody wrote
     bound = HALF_SCORES if routes.half_scores(shape, matrix_gpu.caps) else HALF_ATTENTION
-    bound = (2 * INT8_ATTENTION[0], INT8_ATTENTION[1]) if out is Inputs.INT8 else bound
+    bound = INT8_ATTENTION if out is Inputs.INT8 else bound
     check_tiles(matrix_gpu, case, always(route), shape, out, bound, steps, sharpness, unseen)
 
 

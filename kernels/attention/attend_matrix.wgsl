@@ -44,8 +44,8 @@ alias Result = subgroup_matrix_result<f32, 16, 16>;
 @group(0) @binding(3) var<storage, read_write> stats: array<vec2<f32>>;  // [m, HEADS, SPLITS] (top, total)
 @group(0) @binding(5) var<storage, read> x: array<vec4<f32>>;              // q [m, HEADS, HEAD_DIM]
 @group(0) @binding(8) var<uniform> step: Step;
-var<workgroup> kv: array<vec4<u32>, 2u * KV_TILE * PITCH>;  // f16 [position][dimension]: keys, then values; or f32 [row][32 dimensions]: outputs
-var<workgroup> row_data: array<vec4<u32>, REGIONS * REGION>;     // [region][row][16 scores f32, or 32 scores or weights f16]; queries at first
+var<workgroup> kv: array<vec4<u32>, 2u * KV_TILE * PITCH>;    // f16 [position][dimension]: keys, then values; or f32 [row][32 dimensions]: outputs
+var<workgroup> row_data: array<vec4<u32>, REGIONS * REGION>;  // [region][row][16 scores f32, or 32 scores or weights f16]; queries at first
 const VALUES: u32 = KV_TILE * PITCH;
 const GREW: u32 = 2u * VALUES - 1u;  // where kv tells, in padding, whether a row needs a new top
 fn after(tile: u32, begin: u32, end: u32) -> u32 {  // begin + 1 after the last
