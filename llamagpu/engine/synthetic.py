@@ -107,6 +107,7 @@ MIXES = {
     "q4_0": QuantMix("Q4_0", "Q4_0", "Q6_K"),
     "q4_1": QuantMix("Q4_1", "Q4_1", "Q6_K"),
     "q4_k_m": QuantMix("Q4_K", "Q6_K", "Q6_K"),
+    "q6_k": QuantMix("Q6_K", "Q6_K", "Q6_K"),
     "q8_0": QuantMix("Q8_0", "Q8_0", "Q8_0"),
     "mxfp4": QuantMix("Q8_0", "Q8_0", "Q8_0", "MXFP4"),  # as gpt-oss
     "f16": QuantMix("F16", "F16", "F16"),
