@@ -234,13 +234,23 @@ def test_what_is_not_skinny():
         assert routes.block_inputs([given], SKINNY_GPU) is Inputs.INT8
 
 
-def test_eight_scales():
-    """Only f16 scales of 32 weights each, without anything between them, and whole eights in a row."""
+def test_block_scale():
+    """At once only f16 scales of 32 weights each, without anything between them, and whole eights in a row."""
     eight = Layout(Q4, 768, 32, scale_bits=16)
-    assert routes.eight_scales(eight) and routes.eight_scales(replace(eight, storage=Storage.Q8))
-    others = ({"k": 576}, {"group": 16}, {"group": 128}, {"has_offset": True}, {"scale_bits": 32}, {"scale_bits": 8})
-    assert not any(routes.eight_scales(replace(eight, **other)) for other in others)
-    assert not routes.eight_scales(Layout(Storage.F16, 768, 768))
+    assert all(
+        routes.block_scale(replace(eight, storage=storage)) == "block_scale_eight" for storage in (Q4, Storage.Q8)
+    )
+    others = ({"k": 576}, {"group": 16}, {"group": 128}, {"has_offset": True}, {"scale_bits": 32})
+    assert {routes.block_scale(replace(eight, **other)) for other in others} == {"block_scale_one"}
+    assert routes.block_scale(Layout(Storage.F16, 768, 768)) == ""
+
+
+def test_block_scale_of_super_blocks():
+    """Once in a super-block of five words."""
+    q4_k, q6_k = Layout(Q4, 768, 32, has_offset=True, scale_bits=8), Layout(Q6, 768, 16, scale_bits=8)
+    assert {routes.block_scale(layout) for layout in (q4_k, q6_k)} == {"block_scale_super"}
+    q2_k, iq4_xs = replace(q4_k, group=16), replace(q4_k, has_offset=False)
+    assert {routes.block_scale(layout) for layout in (q2_k, iq4_xs)} == {"block_scale_one"}
 
 
 @pytest.mark.parametrize("blocks, columns", [(Inputs.F16, 32), (Inputs.INT8, 64)])

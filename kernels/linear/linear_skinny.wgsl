@@ -45,17 +45,20 @@ fn scaled(bits: u32, zero: f16, s: f16) -> u32 {
 }
 // A token's SLICE k are 512 bytes: 16 lanes load two of the four vec4s of its eight blocks, whole sectors of memory.
 struct Inputs { v: array<vec4<u32>, 8> }
-fn load_inputs(lane: u32, b: u32, p: u32) -> Inputs {  // pairs p and p + 1; b: the first block
+fn load_inputs(lane: u32, b: u32, j: u32) -> Inputs {  // eights j and j + 1 of blocks; b: the first one
   var inputs: Inputs;
   for (var i = 0u; i < 8u; i++) {
     let token = min(2u * i + lane / 16u, step.rows - 1u);
-    inputs.v[i] = x[(token * (K / 32u) + b + lane / 2u % 8u) * 4u + p + lane % 2u];
+    inputs.v[i] = x[(token * (K / 32u) + b + lane / 2u % 8u) * 4u + j + lane % 2u];
   }
   return inputs;
 }
-fn stage_inputs(own: u32, lane: u32, inputs: Inputs, p: u32) {
-  if (lane % 2u != p) { return; }
-  for (var i = 0u; i < 8u; i++) { tile[own + (2u * i + lane / 16u) * PITCH + lane / 2u % 8u] = inputs.v[i]; }
+fn stage_inputs(own: u32, lane: u32, low: Inputs, high: Inputs, p: u32) {  // the pairs p of all eights
+  for (var i = 0u; i < 8u; i++) {
+    let to = own + (2u * i + lane / 16u) * PITCH + lane / 2u % 8u;
+    tile[to][lane % 2u] = low.v[i][p];
+    tile[to][2u + lane % 2u] = high.v[i][p];
+  }
 }
 fn strip_row(n: u32, workgroup: u32, workgroups: u32) -> u32 {  // of the n-th strip of a workgroup
   return ((workgroup + n / UNIT * workgroups) * UNIT + n % UNIT) * 16u;
@@ -73,30 +76,30 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   let token = index / 8u;   // of the invocation's results, where it has some
   let pair = index % 8u;
   var loads = load_strip(min(strip_row(0u, workgroup.y, workgroups.y), N - 16u) + lane / ROW_LANES, b);
-  let inputs0 = load_inputs(lane, first, 0u);
-  let inputs2 = load_inputs(lane, first, 2u);
-  stage_inputs(own, lane, inputs0, 0u);
+  let low = load_inputs(lane, first, 0u);
+  let high = load_inputs(lane, first, 2u);
+  stage_inputs(own, lane, low, high, 0u);
   subgroup_barrier();
   let x0 = subgroupMatrixLoad<Left, row_major>(&tile, own, PITCH);
   let x1 = subgroupMatrixLoad<Left, row_major>(&tile, own + 2u, PITCH);
   let x2 = subgroupMatrixLoad<Left, row_major>(&tile, own + 4u, PITCH);
   let x3 = subgroupMatrixLoad<Left, row_major>(&tile, own + 6u, PITCH);
   subgroup_barrier();
-  stage_inputs(own, lane, inputs0, 1u);
+  stage_inputs(own, lane, low, high, 1u);
   subgroup_barrier();
   let x4 = subgroupMatrixLoad<Left, row_major>(&tile, own, PITCH);
   let x5 = subgroupMatrixLoad<Left, row_major>(&tile, own + 2u, PITCH);
   let x6 = subgroupMatrixLoad<Left, row_major>(&tile, own + 4u, PITCH);
   let x7 = subgroupMatrixLoad<Left, row_major>(&tile, own + 6u, PITCH);
   subgroup_barrier();
-  stage_inputs(own, lane, inputs2, 0u);
+  stage_inputs(own, lane, low, high, 2u);
   subgroup_barrier();
   let x8 = subgroupMatrixLoad<Left, row_major>(&tile, own, PITCH);
   let x9 = subgroupMatrixLoad<Left, row_major>(&tile, own + 2u, PITCH);
   let x10 = subgroupMatrixLoad<Left, row_major>(&tile, own + 4u, PITCH);
   let x11 = subgroupMatrixLoad<Left, row_major>(&tile, own + 6u, PITCH);
   subgroup_barrier();
-  stage_inputs(own, lane, inputs2, 1u);
+  stage_inputs(own, lane, low, high, 3u);
   subgroup_barrier();
   let x12 = subgroupMatrixLoad<Left, row_major>(&tile, own, PITCH);
   let x13 = subgroupMatrixLoad<Left, row_major>(&tile, own + 2u, PITCH);

@@ -8,7 +8,9 @@ const TILE_M: u32 = 128u;
 const TILE_N: u32 = 128u;
 const WORKGROUP: u32 = 128u;
 const X_LOADS: u32 = (8u * TILE_M + WORKGROUP - 1u) / WORKGROUP;  // vec4s that an invocation loads in an iteration
-const W_LOADS: u32 = (2u * TILE_N + WORKGROUP - 1u) / WORKGROUP;  // blocks of 32 k
+const W_LOADS: u32 = (ROW_LANES * TILE_N + WORKGROUP - 1u) / WORKGROUP;
+const BLOCK_LANES: u32 = ROW_LANES / 2u;  // invocations that share a block
+struct Halves { e0: vec4<u32>, e1: vec4<u32>, e2: vec4<u32>, e3: vec4<u32> }  // the eights of an invocation, all of a block or the first only
 struct Loads {  // an invocation's loads of one iteration: all are issued before the first is used
   x: array<vec4<u32>, X_LOADS>,
   w: array<Raw, W_LOADS>,
@@ -26,15 +28,15 @@ fn tile_sources(row0: u32, token0: u32, index: u32) -> Sources {
     let n = index + i * WORKGROUP;
     at.x[i] = min(token0 + n / 8u, step.rows - 1u) * (K / 8u) + n % 8u;
   }
-  for (var i = 0u; i < W_LOADS; i++) { at.w_row[i] = min(row0 + (index + i * WORKGROUP) / 2u, N - 1u); }
+  for (var i = 0u; i < W_LOADS; i++) { at.w_row[i] = min(row0 + (index + i * WORKGROUP) / ROW_LANES, N - 1u); }
   return at;
 }
 
 fn load_tile(first: u32, place: u32, loads: ptr<function, Loads>, at: ptr<function, Sources>, index: u32) {
   for (var i = 0u; i < W_LOADS; i++) {
     let row = (*at).w_row[i];
-    if (!OWN_SCALE) { (*loads).w_scale[i] = load_block_scale((*loads).w_scale[i], row, first, place, index % 2u); }
-    (*loads).w[i] = load_raw(row, first + index % 2u);
+    (*loads).w_scale[i] = load_block_scale((*loads).w_scale[i], row, first, place, index % ROW_LANES / BLOCK_LANES);
+    (*loads).w[i] = load_lane(row, first, index % ROW_LANES);
   }
   for (var i = 0u; i < X_LOADS; i++) { (*loads).x[i] = x[(*at).x[i] + 4u * first]; }
 }
@@ -47,12 +49,12 @@ fn stage_tile(first: u32, loads: ptr<function, Loads>, at: ptr<function, Sources
   }
   for (var i = 0u; i < W_LOADS; i++) {
     let n = index + i * WORKGROUP;
-    if (2u * TILE_N % WORKGROUP == 0u || n < 2u * TILE_N) {
-      var s = vec4<f32>(raw_scale((*loads).w[i]));
-      if (!OWN_SCALE) { s = block_scale((*loads).w_scale[i], index % 2u); }
-      let h = halves((*loads).w[i], s * W_UNIT);
-      let to = n / 2u * PITCH + n % 2u * 4u;
-      w_tile[to] = h.p0; w_tile[to + 1u] = h.p1; w_tile[to + 2u] = h.p2; w_tile[to + 3u] = h.p3;
+    if (ROW_LANES * TILE_N % WORKGROUP == 0u || n < ROW_LANES * TILE_N) {
+      let s = block_scale((*loads).w_scale[i], index % ROW_LANES / BLOCK_LANES);
+      let h = halves((*loads).w[i], s * W_UNIT, index % ROW_LANES);
+      let to = n / ROW_LANES * PITCH + n % ROW_LANES * (8u / ROW_LANES);
+      w_tile[to] = h.e0;
+      if (ROW_LANES == 2u) { w_tile[to + 1u] = h.e1; w_tile[to + 2u] = h.e2; w_tile[to + 3u] = h.e3; }
     }
   }
 }

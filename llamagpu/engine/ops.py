@@ -300,7 +300,7 @@ class Ops:
         blocks: Inputs = Inputs.INT8,
         experts: bool = False,
         rotates: bool = False,
-        eight_scales: bool = False,
+        block_scale: str = "",
         half_scores: bool = False,
     ) -> tuple[str, ...]:
         """The files of a route's kernel parts, in the order of composition. `blocks`: the kind that it writes."""
@@ -314,10 +314,9 @@ class Ops:
             if role in (Role.WEIGHT, Role.BLOCK, Role.PLANES):
                 names += [*scales, f"{role}_{words}"]
             elif role is Role.HALVES:
-                direct = storage is Storage.Q4 or storage.two_bytes
-                own = [f"halves_{words}"] if direct else [f"planes_{words}", "halves_bytes"]
-                names += ["block_scale_eight"] if eight_scales else [*scales, "block_scale_one"]
-                names += ["half2", *own]
+                names += scales if block_scale == "block_scale_one" else []
+                names += [block_scale, "half2"] if block_scale else []
+                names.append(f"halves_{words}")
             elif role is Role.MATRIX and caps.matrix in ("16x8", "8x8"):
                 names.append(f"matrix_{caps.matrix}")
             elif role is Role.SCORES:
@@ -476,7 +475,7 @@ class Ops:
                     epilogue,
                     blocks=output.blocks,
                     experts=matrix.experts > 1,
-                    eight_scales=routes.eight_scales(shard.layout),
+                    block_scale=routes.block_scale(shard.layout),
                 ),
                 *own,
                 *prologue.parts,

@@ -738,9 +738,14 @@ def on_matrices(s: Linear, c: Caps) -> bool:
     return s.inputs is Inputs.F16 and (s.m > 64 or (s.m >= MATRIX_ROWS and large))
 
 
-def eight_scales(layout: Layout) -> bool:
-    """Whether linear_matrix can load the scales of eight blocks of 32 weights at once, as 16 bytes."""
-    return layout.f16_scales and layout.group == 32 and layout.k % 256 == 0
+def block_scale(layout: Layout) -> str:
+    """The part by which linear_matrix loads scales: of eight blocks of 32 weights at once, of a super-block once, or of
+    each block. Floats have none."""
+    if layout.storage.two_bytes:
+        return ""
+    if layout.f16_scales and layout.group == 32 and layout.k % 256 == 0:
+        return "block_scale_eight"
+    return "block_scale_super" if layout.scale_bits == 8 and layout.super_block_bytes == 20 else "block_scale_one"
 
 
 def block_inputs(shards: Iterable[Linear], c: Caps) -> Inputs:

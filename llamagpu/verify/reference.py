@@ -193,13 +193,13 @@ def f16_blocks(x: Array) -> Array:
     largest = float(np.finfo(np.float16).max)
     halves = np.clip(x / F16_UNIT, -largest, largest).astype(np.float16)
     eights = halves.reshape(len(x), -1, 4, 2, 4)  # [m, block, eight, half, of half]
-    return np.ascontiguousarray(eights.transpose(0, 1, 4, 2, 3))
+    return np.ascontiguousarray(eights.transpose(0, 1, 2, 4, 3))
 
 
 def values_of_f16(words: Array, m: int) -> Floats:
     """The inverse of `f16_blocks`, of any 4-byte words."""
     pairs = np.ascontiguousarray(words).view(np.float16).reshape(m, -1, 4, 4, 2)
-    return np.asarray(F16_UNIT * pairs.transpose(0, 1, 3, 4, 2).reshape(m, -1).astype(np.float64))
+    return np.asarray(F16_UNIT * pairs.transpose(0, 1, 2, 4, 3).reshape(m, -1).astype(np.float64))
 
 
 def read_values(gpu: Gpu, y: Buffer, m: int, width: int, blocks: Inputs) -> Floats:
