@@ -160,6 +160,23 @@ def test_matrix_splits_fill_a_large_gpu(m, n, k, splits):
     assert (tokens, rows) == (1, -(-n // route.consts["TILE_N"]))
 
 
+@pytest.mark.parametrize(
+    "m, n, k, splits",
+    [
+        (128, 2048, 2048, 4),  # attn_output of 1B: 32 tiles
+        (128, 3072, 2048, 4),  # its qkv: 48
+        (512, 512, 2048, 4),  # values of Q4_K_M: 32
+        (512, 2048, 2048, 1),  # 128
+        (70, 576, 576, 2),  # no fewer than 256 k each
+        (70, 320, 320, 1),
+    ],
+)
+def test_few_tiles_are_split(m, n, k, splits):
+    units = replace(GPU, matrix="16x16", shared_bytes=49152)
+    route = select(routes.LINEAR, Linear(m, n, k, 32, Q4, Inputs.F16, epilogue=Epilogue.QKV), units)
+    assert (route.kernel, route.consts.get("GRID_SPLIT", 1)) == ("linear_matrix", splits)
+
+
 SKINNY_GPU = replace(GPU, matrix="16x16", shared_bytes=49152, invocations=1024, measured_barrier=True)
 
 

@@ -632,14 +632,20 @@ def matrix_tile(s: Linear, c: Caps) -> MatrixTile:
 
 def matrix_splits(s: Linear, c: Caps) -> int:
     """Workgroups that share a tile: 128 large ones, 256 small ones; of the smallest as many as run side by side
-    (ffn_down of 8B with 16 token rows: 39 us with 512 of them, 29 with 896, 42 with 1024)."""
-    if s.n % 2 or not no_extras(s) or s.k < LONG_ROWS:
-        return 1
+    (ffn_down of 8B with 16 token rows: 39 us with 512 of them, 29 with 896, 42 with 1024).
+
+    A small matrix is split where its tiles leave half of the cores idle: with 128 rows (2026-11-19, Dawn) qkv and
+    attn_output of 1B take 410 and 224 us instead of 554 and 532 in 16 layers; with twice the tiles it gains nothing.
+    """
     rows, columns, *_ = tile = matrix_tile(s, c)
     tiles = tile_count(s, rows, columns)
+    few = s.k < LONG_ROWS and s.inputs is Inputs.F16 and s.m > 64 and tiles < CORES // 2
+    if s.n % 2 or not no_extras(s) or not (few or s.k >= LONG_ROWS):
+        return 1
     if tile == MATRIX_TILES[0]:
         return max((splits for splits in SMALL_TILE_SPLITS if tiles * splits <= SIDE_BY_SIDE * CORES), default=1)
-    splits = next((n for n in GRID_SPLITS if tiles * n >= (128 if rows == 128 else 256)), GRID_SPLITS[-1])
+    possible = [n for n in GRID_SPLITS if n == 1 or 256 * n <= s.k]
+    splits = next((n for n in possible if tiles * n >= (128 if rows == 128 else 256)), possible[-1])
     if rows == 128 and CORES < tiles < 3 * CORES // 2:  # a second round with few
         splits = 2
     if s.inputs is Inputs.F32 and s.n <= s.k:  # what matrix units cut off a sum grows with k
