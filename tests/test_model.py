@@ -705,7 +705,7 @@ def test_a_prompt_on_matrix_units(matrix_gpu, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("matrix", ["16x16"])
 def test_few_tiles_on_matrix_units(matrix_gpu, tmp_path, monkeypatch):
-    """qkv is split over k, and linear_sum turns the heads; the norm after attn_output adds its splits up."""
+    """qkv is split over k, and linear_sum rotates the heads; the norm after attn_output adds its splits up."""
     monkeypatch.setattr(caps.Caps, "matrices", True)
     got, want, kernels = on_matrix_units(matrix_gpu, tmp_path / "m.gguf", 192, 70, dim=512, heads=8, layers=1)
     assert_close(got, want, *F16_BLOCKS)

@@ -1,7 +1,7 @@
 // y[m, N] = x[m, K] @ W[N, K]^T, up to 16 tokens and q4 or q6 weights: a skinny GEMM on subgroup matrices, f16 with f32 sums.
 // x stays in registers: each of TEAMS subgroups keeps SLICE k of all tokens, in 16 matrices, and multiplies them by one strip
 // of 16 rows of W after another. Neighbouring lanes load the SLICE k of a row, 128 bytes of q4 by eight of them (see strip_*). A
-// lane converts a quarter of its weights at a time, so that the quarters of a strip are 64 k wide, in an order that x has too.
+// lane converts a quarter of its weights at a time, so that the quarters of a strip are 64 k wide: a pair of each eight, to which x is reordered.
 // They pass through the subgroup's own part of workgroup memory. The sums of the teams are added up, and where K is longer than
 // TEAMS * SLICE, linear_sum adds up what GRID_SPLIT workgroups store.
 // w and scales are read_write, though nothing is stored: drivers move a load of read-only memory down to its first use, past
@@ -53,11 +53,16 @@ fn load_inputs(lane: u32, b: u32, j: u32) -> Inputs {  // eights j and j + 1 of 
   }
   return inputs;
 }
-fn stage_inputs(own: u32, lane: u32, low: Inputs, high: Inputs, p: u32) {  // the pairs p of all eights
-  for (var i = 0u; i < 8u; i++) {
-    let to = own + (2u * i + lane / 16u) * PITCH + lane / 2u % 8u;
-    tile[to][lane % 2u] = low.v[i][p];
-    tile[to][2u + lane % 2u] = high.v[i][p];
+// The pairs p of the four eights of a block make a vec4. Two lanes have these eights, for the tokens of i and of i + 1: one gathers them for
+// i, the other for i + 1.
+fn stage_inputs(own: u32, lane: u32, low: Inputs, high: Inputs, p: u32) {
+  let odd = lane % 2u == 1u;
+  for (var i = 0u; i < 8u; i += 2u) {
+    let kept = vec2<u32>(select(low.v[i][p], low.v[i + 1u][p], odd), select(high.v[i][p], high.v[i + 1u][p], odd));
+    let given = vec2<u32>(select(low.v[i + 1u][p], low.v[i][p], odd), select(high.v[i + 1u][p], high.v[i][p], odd));
+    let got = subgroupShuffleXor(given, 1u);
+    let to = own + (2u * (i + lane % 2u) + lane / 16u) * PITCH + lane / 2u % 8u;
+    tile[to] = select(vec4<u32>(kept.x, got.x, kept.y, got.y), vec4<u32>(got.x, kept.x, got.y, kept.y), odd);
   }
 }
 fn strip_row(n: u32, workgroup: u32, workgroups: u32) -> u32 {  // of the n-th strip of a workgroup

@@ -1,6 +1,7 @@
-// Role block_scale (see block_scale_one): the scales of a super-block are loaded once in a round of eight blocks, the sub-scales of two
-// blocks, a word, with these blocks. The rows that a subgroup loads are far apart: each load takes the cache a while.
-// Needs super-blocks of five words (see scales): GROUP 32 with offsets, GROUP 16 without. Parts: f16.
+// Role block_scale (see block_scale_one): the super-block scale, with that of the offsets, is loaded once in a round of eight blocks, the
+// sub-scales of two blocks, a word, with these blocks. The rows that a subgroup loads are far apart: each load takes the cache a while.
+// Needs SCALE_BITS 8, super-blocks of five words (see scales): GROUP 32 with offsets, GROUP 16 without, K % 256 == 0, and rounds
+// that begin with a multiple of 8. Parts: f16.
 const K: u32 = 256u;
 const GROUP: u32 = 16u;
 const SCALE_BITS: u32 = 8u;

@@ -1,6 +1,6 @@
 // Role halves (see halves_q4) of f16 weights: a lane has an eight, 16 bytes, and neighbouring lanes load whole sectors of memory.
 // It stands for `block_scale` as well: floats have none.
-// Needs K % 64 == 0. Parts: tile_f16.
+// Needs K % 64 == 0 and f16, not BF16. Parts: tile_f16.
 const K: u32 = 64u;
 const ROW_LANES: u32 = 8u;
 const W_UNIT: f32 = 1.0;  // all f16 weights stay in range

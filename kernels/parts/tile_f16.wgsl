@@ -1,7 +1,7 @@
 // Role tile, x as f16 blocks: load_tile(first, place, loads, at, index) loads what an invocation stages of the TILE_K k from block
 // `first` on, the place-th of a round (see block_scale_one), stage_tile stores it in x_tile and w_tile, W as f16 times its scales.
 // tile_sources are the places where the loads begin.
-// Needs TILE_K 64, TERMS 1. Parts: halves_*, block_scale_*; linear_matrix.
+// Needs TILE_K 64, TERMS 1, ROW_LANES 2 or 8, WORKGROUP % ROW_LANES == 0. Parts: halves_*, block_scale_*; linear_matrix.
 const K: u32 = 64u;
 const N: u32 = 4u;
 const TILE_M: u32 = 128u;

@@ -313,10 +313,11 @@ class Ops:
         for role in route.parts:
             if role in (Role.WEIGHT, Role.BLOCK, Role.PLANES):
                 names += [*scales, f"{role}_{words}"]
+            elif role is Role.HALVES and storage.two_bytes:
+                names.append("halves_f16")
             elif role is Role.HALVES:
                 names += scales if block_scale == "block_scale_one" else []
-                names += [block_scale, "half2"] if block_scale else []
-                names.append(f"halves_{words}")
+                names += [block_scale, "half2", f"halves_{words}"]
             elif role is Role.MATRIX and caps.matrix in ("16x8", "8x8"):
                 names.append(f"matrix_{caps.matrix}")
             elif role is Role.SCORES:

@@ -442,7 +442,7 @@ GEMM_WIDTHS = (32, 64, 128, 256, 512)  # most token rows of plans with tiles of 
 # lanes to a small matrix, and registers to 16 tokens. Unpacked f16 weights and f32 inputs leave none for two pairs.
 SMALL_MATRIX = 8 << 20  # weights
 VOCABULARY = 32768  # rows of a matrix that gives every core enough of them
-LONG_ROWS = 4096  # k of a large matrix, from which on a split costs less than small tiles; or n: one that is not small
+LONG_ROWS = 4096  # k of a large matrix, from which on a split always costs less than small tiles; or n: not a small one
 CORES = 132  # of an H200
 STAGED = {"STAGED": 1, "PREFETCH": 1}
 
@@ -634,12 +634,14 @@ def matrix_splits(s: Linear, c: Caps) -> int:
     """Workgroups that share a tile: 128 large ones, 256 small ones; of the smallest as many as run side by side
     (ffn_down of 8B with 16 token rows: 39 us with 512 of them, 29 with 896, 42 with 1024).
 
-    A small matrix is split where its tiles leave half of the cores idle: with 128 rows (2026-11-19, Dawn) qkv and
-    attn_output of 1B take 410 and 224 us instead of 554 and 532 in 16 layers; with twice the tiles it gains nothing.
+    A matrix with smaller k is split where its tiles leave half of the cores idle: with 128 rows (2026-11-19, Dawn) qkv
+    and attn_output of 1B take 410 and 224 us instead of 554 and 532 in 16 layers. With two to four times as many tiles
+    splits lose (992 us instead of 812). f32 inputs were not tried. A split takes whole rounds of k, so that some may be
+    empty: three rounds are as fast in four splits as in three.
     """
     rows, columns, *_ = tile = matrix_tile(s, c)
     tiles = tile_count(s, rows, columns)
-    few = s.k < LONG_ROWS and s.inputs is Inputs.F16 and s.m > 64 and tiles < CORES // 2
+    few = s.inputs is Inputs.F16 and s.m > 64 and tiles < CORES // 2
     if s.n % 2 or not no_extras(s) or not (few or s.k >= LONG_ROWS):
         return 1
     if tile == MATRIX_TILES[0]:
@@ -745,13 +747,11 @@ def on_matrices(s: Linear, c: Caps) -> bool:
 
 
 def block_scale(layout: Layout) -> str:
-    """The part by which linear_matrix loads scales: of eight blocks of 32 weights at once, of a super-block once, or of
-    each block. Floats have none."""
-    if layout.storage.two_bytes:
-        return ""
+    """The part by which linear_matrix loads scales of quantised weights: those of eight blocks of 32 at once, that of a
+    super-block of five words once, or all of them with each block."""
     if layout.f16_scales and layout.group == 32 and layout.k % 256 == 0:
         return "block_scale_eight"
-    return "block_scale_super" if layout.scale_bits == 8 and layout.super_block_bytes == 20 else "block_scale_one"
+    return "block_scale_super" if layout.scale_bits == 8 and layout.super_block_bytes == 5 * 4 else "block_scale_one"
 
 
 def block_inputs(shards: Iterable[Linear], c: Caps) -> Inputs:

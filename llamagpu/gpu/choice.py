@@ -164,7 +164,7 @@ def trials(path: Path, again: bool = False) -> dict[str, Trial]:
 def binding_digest() -> str:
     """Of the files that decide what is tried with the library: others must be tried again."""
     package = Path(__file__).parents[1]
-    kernels = "linear_matrix", "tile_f16", "halves_q4", "block_scale_eight", "blocks_f16"
+    kernels = "linear_matrix", "tile_f16", "halves_q4", "half2", "block_scale_eight", "blocks_f16"
     # `verify` alone multiplies with strip_q6
     skinny = "linear_skinny", "strip_q4", "subgroup_barrier_none", "subgroup_barrier_workgroup"
     files = [package / name for name in ("gpu/dawn.py", "gpu/caps.py", "engine/routes.py", "verify/dawn_trial.py")]
