@@ -202,21 +202,24 @@ def test_linears_on_matrices(matrix_gpu, weight):
 
 @pytest.mark.parametrize("matrix", ["16x16"])
 @pytest.mark.parametrize(
-    "weight, rows, columns, splits, part",
+    "weight, rows, columns, splits, scales",
     [
-        (Weight(Q4, 70, 768), 16, 32, 1, "block_scale_eight"),
-        (Weight(Q4, 70, 768), 16, 32, 7, "block_scale_eight"),
-        (Weight(Q4, 70, 768), 32, 64, 1, "block_scale_eight"),
-        (Weight(Storage.Q8, 70, 768), 16, 32, 7, "block_scale_eight"),
-        (Weight(Q4, 70, 768, has_offset=True, scale_bits=8), 16, 32, 7, "block_scale_super"),
-        (Weight(Q6, 70, 768, 16, scale_bits=8), 32, 64, 1, "block_scale_super"),
-        (Weight(Q4, 70, 768, 16, has_offset=True, scale_bits=8), 16, 32, 1, "block_scale_one"),  # as Q2_K has them
-        (Weight(Storage.F16, 70, 768), 16, 32, 7, ""),
+        (Weight(Q4, 70, 768), 16, 32, 1, "words"),
+        (Weight(Q4, 70, 768), 16, 32, 7, "words"),
+        (Weight(Q4, 70, 768), 32, 64, 1, "words"),
+        (Weight(Storage.Q8, 70, 768), 16, 32, 7, "words"),
+        (Weight(Q4, 70, 768, has_offset=True, scale_bits=8), 16, 32, 7, "super_block"),
+        (Weight(Q6, 70, 768, 16, scale_bits=8), 32, 64, 1, "super_block"),
+        (Weight(Q4, 70, 768, 16, has_offset=True, scale_bits=8), 16, 32, 1, "v"),  # as Q2_K has them
+        (Weight(Storage.F16, 70, 768), 16, 32, 7, "none"),
     ],
     ids=lambda given: given.name if isinstance(given, Weight) else None,
 )
-def test_rounds_of_eight_blocks(matrix_gpu, weight, rows, columns, splits, part):
-    """Three rounds, so that four of seven splits are empty. Fewer rows than the plan takes."""
+def test_rounds_of_eight_blocks(matrix_gpu, weight, rows, columns, splits, scales):
+    """Three rounds, so that four of seven splits are empty. Fewer rows than the plan takes.
+
+    `scales` is what an invocation keeps of them: of eight blocks, of a super-block, of one block, nothing.
+    """
     gpu, most, m = matrix_gpu, 21, 18
     shard, packed = weight.upload(gpu, keep_scales=True)
     given, step = linear_inputs(gpu, most, weight.k, Inputs.F16), Steps(gpu)
@@ -227,7 +230,7 @@ def test_rounds_of_eight_blocks(matrix_gpu, weight, rows, columns, splits, part)
     whole = [route for route in MATRIX_TILES if "TERMS" not in route.consts and tile.items() <= route.consts.items()]
     table = verify_reference.only(next(route for route in whole if route.consts.get("GRID_SPLIT", 1) == splits))
     plan = make.linear(given.x, matrix_of(shard), most, ops.store(y, matrix_of(shard)), Inputs.F16, table=table)
-    assert not part or routes.block_scale(shard.layout) == part
+    assert f"struct BlockScale {{ {scales}: " in plan[0].source
     step.write_rows(m)
     run(gpu, plan, m)
     got = gpu.read(y, np.float32, (most + 1) * weight.n).reshape(-1, weight.n)

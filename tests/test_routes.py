@@ -262,6 +262,7 @@ def test_block_scale():
     )
     others = ({"k": 576}, {"group": 16}, {"group": 128}, {"has_offset": True}, {"scale_bits": 32})
     assert {routes.block_scale(replace(eight, **other)) for other in others} == {"block_scale_one"}
+    assert routes.block_scale(Layout(Storage.F16, 768, 768)) == "block_scale_one"  # which halves_f16 stands for
 
 
 def test_block_scale_of_super_blocks():

@@ -552,6 +552,7 @@ def tile_count(s: Linear, tile_m: int, tile_n: int) -> int:
 GEMM_TILE_ROWS = (16, 32, 64)
 GEMM_TILE_N = constants("linear_gemm_int8")["TILE_N"]
 GRID_SPLITS = (1, 2, 4, 8)
+SPLIT_K = 256  # fewest k of a split, but for what is left over
 
 
 def tile_rows(s: Linear) -> int:
@@ -570,7 +571,7 @@ def grid_splits(s: Linear) -> int:
         return 1
     tiles = tile_count(s, tile_rows(s), GEMM_TILE_N)
     wanted = next((splits for splits in GRID_SPLITS if tiles * splits >= 384), GRID_SPLITS[-1])
-    return max(splits for splits in GRID_SPLITS if splits <= wanted and (splits == 1 or 256 * splits <= s.k))
+    return max(splits for splits in GRID_SPLITS if splits <= wanted and (splits == 1 or SPLIT_K * splits <= s.k))
 
 
 def int8_tile_fits(s: Linear, rows: int, splits: int) -> bool:
@@ -635,9 +636,9 @@ def matrix_splits(s: Linear, c: Caps) -> int:
     (ffn_down of 8B with 16 token rows: 39 us with 512 of them, 29 with 896, 42 with 1024).
 
     A matrix with smaller k is split where its tiles leave half of the cores idle: with 128 rows (2026-11-19, Dawn) qkv
-    and attn_output of 1B take 410 and 224 us instead of 554 and 532 in 16 layers. With two to four times as many tiles
-    splits lose (992 us instead of 812). f32 inputs were not tried. A split takes whole rounds of k, so that some may be
-    empty: three rounds are as fast in four splits as in three.
+    and attn_output of 1B take 410 and 224 us instead of 554 and 532 in 16 layers. With 96 tiles splits lose (qkv with
+    512 rows: 992 us instead of 812), with f32 inputs they were not tried. A split takes whole rounds of k, so that some
+    may be empty.
     """
     rows, columns, *_ = tile = matrix_tile(s, c)
     tiles = tile_count(s, rows, columns)
@@ -646,7 +647,7 @@ def matrix_splits(s: Linear, c: Caps) -> int:
         return 1
     if tile == MATRIX_TILES[0]:
         return max((splits for splits in SMALL_TILE_SPLITS if tiles * splits <= SIDE_BY_SIDE * CORES), default=1)
-    possible = [n for n in GRID_SPLITS if n == 1 or 256 * n <= s.k]
+    possible = [n for n in GRID_SPLITS if n == 1 or SPLIT_K * n <= s.k]
     splits = next((n for n in possible if tiles * n >= (128 if rows == 128 else 256)), possible[-1])
     if rows == 128 and CORES < tiles < 3 * CORES // 2:  # a second round with few
         splits = 2
