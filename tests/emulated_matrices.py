@@ -63,12 +63,14 @@ fn emulated_load_RIGHT_col_major_TILE(at: u32, pitch: u32) -> RIGHT {
 
 fn emulated_load_RESULT_row_major_TILE(at: u32, pitch: u32) -> RESULT {
   var m: RESULT;
-  for (var q = 0u; q < Fu; q++) { m.v[q] = bitcast<vec4<f32>>(TILE[row_at(at, pitch) + lane_of_32 % 2u * Fu + q]); }
+  let first = row_at(at, pitch) + lane_of_32 % 2u * Fu * EIGHT;
+  for (var q = 0u; q < Fu; q++) { m.v[q] = bitcast<vec4<f32>>(words_TILE(first + q * EIGHT)); }
   return m;
 }
 fn emulated_store_row_major_TILE(at: u32, given: RESULT, pitch: u32) {
   var m = given;
-  for (var q = 0u; q < Fu; q++) { TILE[row_at(at, pitch) + lane_of_32 % 2u * Fu + q] = bitcast<vec4<u32>>(m.v[q]); }
+  let first = row_at(at, pitch) + lane_of_32 % 2u * Fu * EIGHT;
+  for (var q = 0u; q < Fu; q++) { put_TILE(first + q * EIGHT, bitcast<vec4<u32>>(m.v[q])); }
 }
 """
 # Of a result in f16
@@ -80,10 +82,17 @@ fn store_half_TILE(at: u32, given: RESULT, pitch: u32) {
 }
 """
 HALF_SCORE = "alias Score = subgroup_matrix_result<f16, 16, 16>;\n"
-EIGHT_WORDS = {
-    1: "TILE[at]",
-    2: "vec4<u32>(TILE[at], TILE[at + 1u])",
-}  # by the elements of an array that hold eight f16
+# By the elements of an array that hold eight f16, or four f32
+FOUR_WORDS = {
+    1: """
+fn words_TILE(at: u32) -> vec4<u32> { return TILE[at]; }
+fn put_TILE(at: u32, v: vec4<u32>) { TILE[at] = v; }
+""",
+    2: """
+fn words_TILE(at: u32) -> vec4<u32> { return vec4<u32>(TILE[at], TILE[at + 1u]); }
+fn put_TILE(at: u32, v: vec4<u32>) { TILE[at] = v.xy; TILE[at + 1u] = v.zw; }
+""",
+}
 # f16_bits knows finite numbers only
 INFINITIES = """
 fn is_beyond(bits: vec2<u32>, first: u32) -> vec2<bool> { return (bits & vec2<u32>(0x7FFFFFFFu)) >= vec2<u32>(first); }
@@ -118,11 +127,10 @@ def emulated(source: str, native_f16: bool) -> str:
     sizes = {"M": m, "K": k, "E": k // 8, "H": n // 2, "F": n // 8}
     functions = MATRICES + STORE_HALF.replace("TILE", "row_data") * half_scores
     functions = re.sub(r"\b([MKEHF])u\b", lambda found: f"{sizes[found[1]]}u", functions)
+    functions = for_tiles(unrolled(functions), tiles)
     for kind, (name, _, _) in aliases.items():
         functions = functions.replace(kind, name)
-    functions = for_tiles(unrolled(functions), tiles)
-    for tile, eight in tiles.items():
-        functions += f"fn words_{tile}(at: u32) -> vec4<u32> {{ return {EIGHT_WORDS[eight].replace('TILE', tile)}; }}\n"
+    functions += "".join(FOUR_WORDS[eight].replace("TILE", tile) for tile, eight in tiles.items())
     if not native_f16:  # then pack2x16float may be missing, too
         source = re.sub(r"\bpack2x16float\(", "pack_any(", source)
         functions = functions.replace("unpack_f16(", "unpack_any(") + INFINITIES

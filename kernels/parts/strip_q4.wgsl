@@ -1,6 +1,7 @@
 // Role strip: a lane's share of a strip of 16 rows of q4 weights, one block of every fourth row. load_strip(row, b) loads block b of
-// rows row, row + 4, row + 8 and row + 12, strip_scales(loads, skip) makes their scales f16, and stage stores a quarter of the weights
-// as f16 in tile, from `at` on: of every eight the pair (p, p + 4). lane_block is the lane's first block of the subgroup's eight.
+// rows row, row + 4, row + 8 and row + 12, strip_scales(loads, skip) makes their scales f16, and stage stores quarter p of the weights
+// as f16 in tile, from `at` on: of the first two eights of a block, or with p > 1 of the last two, the pairs p % 2 and p % 2 + 2, of which
+// pair i is (i, i + 4). lane_block is the lane's first block of the subgroup's eight.
 // w and scales are read_write on purpose, see linear_skinny. Needs GROUP 32, f16 scales without offsets; linear_skinny.
 const K: u32 = 1024u;
 const ROW_LANES: u32 = 8u;  // lanes that share a row
@@ -19,17 +20,18 @@ fn strip_scales(loads: Loads, skip: u32) -> vec4<f16> {
   let words = loads.scales >> vec4<u32>(skip);
   return vec4<f16>(bitcast<vec2<f16>>(words.x).x, bitcast<vec2<f16>>(words.y).x, bitcast<vec2<f16>>(words.z).x, bitcast<vec2<f16>>(words.w).x) * W_UNIT;
 }
-// Of every eight weights the pair (p, p + 4). A nibble is the last bits of 1024 or, without a shift, the four before.
+// A nibble is the last bits of 1024 or, without a shift, the four before.
 fn quarter(q: vec4<u32>, p: u32, scale: f16) -> vec4<u32> {
   let high = p % 2u == 1u;
-  let v = (select(q, q >> vec4<u32>(8u), p >= 2u) & vec4<u32>(select(0x000F000Fu, 0x00F000F0u, high))) | vec4<u32>(magic);
+  let two = select(q.xy, q.zw, p >= 2u);
+  let v = (vec4<u32>(two.x, two.x >> 8u, two.y, two.y >> 8u) & vec4<u32>(select(0x000F000Fu, 0x00F000F0u, high))) | vec4<u32>(magic);
   let zero = select(1032.0h, 1152.0h, high);
   let s = select(scale, scale * 0.0625h, high);
   return vec4<u32>(scaled(v.x, zero, s), scaled(v.y, zero, s), scaled(v.z, zero, s), scaled(v.w, zero, s));
 }
 fn stage(at: u32, l: Loads, p: u32, s: vec4<f16>) {
-  tile[at] = quarter(l.q0, p, s.x);
-  tile[at + 4u * PITCH] = quarter(l.q1, p, s.y);
-  tile[at + 8u * PITCH] = quarter(l.q2, p, s.z);
-  tile[at + 12u * PITCH] = quarter(l.q3, p, s.w);
+  store_quarter(at, quarter(l.q0, p, s.x));
+  store_quarter(at + 4u * PITCH, quarter(l.q1, p, s.y));
+  store_quarter(at + 8u * PITCH, quarter(l.q2, p, s.z));
+  store_quarter(at + 12u * PITCH, quarter(l.q3, p, s.w));
 }

@@ -31,23 +31,24 @@ fn strip_scales(loads: Loads, skip: u32) -> StripScales {
   return StripScales(row_scales(loads.scales.x, loads.scales.y), row_scales(loads.scales.z, loads.scales.w));
 }
 fn high_bits(h: vec2<u32>, p: u32) -> vec4<u32> {  // of the pairs of the four eights, above their nibbles; h: of even and of odd weights
-  if (p == 0u) { return vec4<u32>(h.x << 4u, h.x << 2u, h.x, h.x >> 2u) & vec4<u32>(0x00300030u); }
-  if (p == 1u) { return vec4<u32>(h.y << 8u, h.y << 6u, h.y << 4u, h.y << 2u) & vec4<u32>(0x03000300u); }
-  if (p == 2u) { return vec4<u32>(h.x >> 4u, h.x >> 6u, h.x >> 8u, h.x >> 10u) & vec4<u32>(0x00300030u); }
-  return vec4<u32>(h.y, h.y >> 2u, h.y >> 4u, h.y >> 6u) & vec4<u32>(0x03000300u);
+  if (p == 0u) { return vec4<u32>(h.x << 4u, h.x >> 4u, h.x << 2u, h.x >> 6u) & vec4<u32>(0x00300030u); }
+  if (p == 1u) { return vec4<u32>(h.y << 8u, h.y, h.y << 6u, h.y >> 2u) & vec4<u32>(0x03000300u); }
+  if (p == 2u) { return vec4<u32>(h.x, h.x >> 8u, h.x >> 2u, h.x >> 10u) & vec4<u32>(0x00300030u); }
+  return vec4<u32>(h.y << 4u, h.y >> 4u, h.y << 2u, h.y >> 6u) & vec4<u32>(0x03000300u);
 }
 fn quarter(q: vec4<u32>, h: vec2<u32>, p: u32, first: f16, last: f16) -> vec4<u32> {
   let high = p % 2u == 1u;
-  let nibbles = (select(q, q >> vec4<u32>(8u), p >= 2u) & vec4<u32>(select(0x000F000Fu, 0x00F000F0u, high))) | vec4<u32>(magic);
+  let two = select(q.xy, q.zw, p >= 2u);
+  let nibbles = (vec4<u32>(two.x, two.x >> 8u, two.y, two.y >> 8u) & vec4<u32>(select(0x000F000Fu, 0x00F000F0u, high))) | vec4<u32>(magic);
   let v = nibbles | high_bits(h, p);
   let zero = select(1056.0h, 1536.0h, high);
-  let both = vec2<f16>(first, last);
-  let s = select(both, both * 0.0625h, high);
-  return vec4<u32>(scaled(v.x, zero, s.x), scaled(v.y, zero, s.x), scaled(v.z, zero, s.y), scaled(v.w, zero, s.y));
+  let scale = select(first, last, p >= 2u);
+  let s = select(scale, scale * 0.0625h, high);
+  return vec4<u32>(scaled(v.x, zero, s), scaled(v.y, zero, s), scaled(v.z, zero, s), scaled(v.w, zero, s));
 }
 fn stage(at: u32, l: Loads, p: u32, s: StripScales) {
-  tile[at] = quarter(l.q0, l.h0.xy, p, s.s0.x, s.s0.z);
-  tile[at + 1u] = quarter(l.q1, l.h0.zw, p, s.s0.y, s.s0.w);
-  tile[at + 8u * PITCH] = quarter(l.q2, l.h1.xy, p, s.s1.x, s.s1.z);
-  tile[at + 8u * PITCH + 1u] = quarter(l.q3, l.h1.zw, p, s.s1.y, s.s1.w);
+  store_quarter(at, quarter(l.q0, l.h0.xy, p, s.s0.x, s.s0.z));
+  store_quarter(at + 2u, quarter(l.q1, l.h0.zw, p, s.s0.y, s.s0.w));
+  store_quarter(at + 8u * PITCH, quarter(l.q2, l.h1.xy, p, s.s1.x, s.s1.z));
+  store_quarter(at + 8u * PITCH + 2u, quarter(l.q3, l.h1.zw, p, s.s1.y, s.s1.w));
 }

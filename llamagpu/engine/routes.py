@@ -688,7 +688,7 @@ def skinny_shape(s: Linear) -> tuple[int, int]:
 
 def has_room_for_skinny(teams: int, c: Caps) -> bool:
     """Whether the adapter can run so many subgroups of linear_skinny."""
-    room = 16 * teams * 16 * SKINNY["PITCH"] + 4 * 32 * SKINNY["TOKENS"]  # bytes of `tile` and `hidden`
+    room = 8 * teams * 16 * SKINNY["PITCH"] + 4 * 32 * SKINNY["TOKENS"]  # bytes of `tile` and `hidden`
     return c.matrices and c.matrix == "16x16" and c.shared_bytes >= room and c.invocations >= 32 * teams
 
 
