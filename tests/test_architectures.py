@@ -950,7 +950,7 @@ def test_fused_decode_in_several_splits(
 def check_places_of_splits(run: OneSequence) -> None:
     """A token of a fused kernel writes its layers' splits where no other layer does, however many it has."""
     fused, c, gpu = fused_of(run), run.engine.config, run.model.gpu
-    stats = fused.between.stats
+    stats = fused.between(1).stats
     gpu.write(stats, np.full(stats.size // 4, np.nan, np.float32))
     run.logits_after([3])
     end = len(run.ids)

@@ -224,6 +224,7 @@ def test_the_cache_is_read_back(fused_gpu, tmp_path):
 
 
 SUMS_LEAVE_BLOCKS = "4 rows, sums leave blocks"
+TINT_ROWS = ["2 rows, norms in prologues, Tint", SUMS_LEAVE_BLOCKS + ", Tint"]
 
 
 @pytest.fixture(
@@ -231,17 +232,20 @@ SUMS_LEAVE_BLOCKS = "4 rows, sums leave blocks"
         "2 rows, norms in prologues",
         "4 rows, norm stages",
         pytest.param(SUMS_LEAVE_BLOCKS, marks=pytest.mark.slow),  # see also test_fused_rows_with_qk_norm
+        *TINT_ROWS,
+        pytest.param("4 rows, norm stages, Tint", marks=pytest.mark.slow),
     ]
 )
 def rows_gpu(fused_gpu, monkeypatch, request):
     """Steps of up to so many rows are fused, as where the barrier was measured; a short prefetch compiles faster."""
-    monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, measured_barrier=True))
+    caps = replace(fused_gpu.caps, measured_barrier=True, tint="Tint" in request.param, storage_buffers=16)
+    monkeypatch.setattr(fused_gpu, "caps", caps)
     monkeypatch.setattr(routes, "FUSED_PREFETCH", {int(request.param[0]): 1})
     monkeypatch.setattr(routes, "piece_blocks", lambda half_sums, caps: 128)  # two for the widest inputs
     monkeypatch.setattr(
         routes, "int8_result_lanes", lambda rows, grid, caps: max(caps.subgroup, grid.invocations // 16)
     )  # 64 rows of gate and up in two passes
-    leaves = request.param == SUMS_LEAVE_BLOCKS
+    leaves = SUMS_LEAVE_BLOCKS in request.param
     monkeypatch.setattr(routes, "sums_leave_blocks", lambda dim, rows, *_: leaves and rows == 4)
     return fused_gpu
 
@@ -267,8 +271,9 @@ def test_fused_rows_of_several_sequences(rows_gpu, tmp_path, monkeypatch):
         reserve(run.engine, slot, 128)
     assert [d.kernel for d in model.plan(most).dispatches].count("fused_layers") == 1
     *_, down = fused_of(run).stages([0, 1], rows=most)  # of 1088 inputs
-    piece = ["512u" if routes.sums_leave_blocks(256, most, GridSize(1, 256), 128) else "128u"]
-    assert INPUT_WIDTH.findall(down.source) == (piece if most == 4 else [])
+    piece = "512u" if routes.sums_leave_blocks(256, most, GridSize(1, 256), 128, rows_gpu.caps) else "128u"
+    whole = ["1088u"] if rows_gpu.caps.tint else []
+    assert INPUT_WIDTH.findall(down.source) == ([piece] if most == 4 else whole)
 
     def check(*segments: Segment) -> None:
         rows, position = sum(len(s.tokens) for s in segments), max(s.position for s in segments)
@@ -832,10 +837,11 @@ def test_with_tint(fused_gpu, tmp_path, kv_type, name, monkeypatch):
     check_against_reference(run, path)
 
 
-def drop_stores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def drop_stores(monkeypatch: pytest.MonkeyPatch, streams: bool = True) -> list[str]:
     """With Tint what is stored between stages, but for queries and x, is missing: only the copies are stored.
 
-    The next kernel reads x of the last layer. Returns the names of these bindings, once they are bound.
+    The next kernel reads x of the last layer; with `streams` x is dropped as `stream`. Returns the names of these
+    bindings, once they are bound.
     """
     dropped, accessors, stages = [], fuse_module.accessors, FusedDecode.stages
     kept = {0}  # first words of the queries and of x in their common binding
@@ -849,7 +855,7 @@ def drop_stores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def late(name: str, target: str, element: Any, first_word: int, repairs: bool) -> str:
         text = accessors(name, target, element, first_word, repairs)
-        if (first_word in kept and name != "stream") or "atomicStore" not in text:
+        if (first_word in kept and not (streams and name == "stream")) or "atomicStore" not in text:
             return text
         dropped.append(name)
         return re.sub(r"(fn store_to_\w+\(.*?\) \{) .*? atomicStore", r"\1 atomicStore", text)
@@ -866,6 +872,31 @@ def test_with_tint_what_is_late_comes_from_its_copy(fused_gpu, tmp_path, monkeyp
     run = load_steps(fused_gpu, path, precision=Precision.FAST, kv_type=KvType.F16)
     assert run.model.fused and {"y", "stats", "kv_rows"} <= set(dropped)
     check_against_reference(run, path)
+
+
+@pytest.mark.parametrize("rows_gpu", TINT_ROWS, indirect=True)
+@pytest.mark.parametrize("dropped", ["cache", "between stages"])
+def test_rows_of_a_step_with_tint(rows_gpu, tmp_path, monkeypatch, dropped):
+    """They see each other, though nobody reads what others have stored in the cache, and what is late between stages
+    comes from its copy: without such stores the step is right."""
+    stages = FusedDecode.stages
+
+    def storing_nothing(self: FusedDecode, members: list[int], rows: int = 1) -> list[Stage]:
+        found = stages(self, members, rows)
+        assert sum("if (stores) { k_cache[" in stage.source for stage in found) == 1
+        return [replace(s, source=s.source.replace("if (stores) { k_cache[", "if (false) { k_cache[")) for s in found]
+
+    if dropped == "cache":
+        monkeypatch.setattr(FusedDecode, "stages", storing_nothing)
+    else:
+        names = drop_stores(monkeypatch, streams=False)
+    path, ids = tiny_llama(tmp_path / "m.gguf", **SHARED_ROWS), token_ids(most_rows())
+    run = load_one(rows_gpu, path, **FAST_F16)
+    got = run.logits_after(ids)
+    assert "fused_layers" in [d.kernel for d in run.model.plan(most_rows()).dispatches]
+    assert dropped == "cache" or {"y", "kv_rows"} <= set(names)
+    assert_close(got, reference_of(run, path).forward(ids)[-1], *INT8, "logits")
+    assert not timed_out(rows_gpu, fused_of(run).barrier)
 
 
 def test_an_f32_cache_is_not_fused_with_tint(fused_gpu, tmp_path, monkeypatch):
@@ -911,7 +942,7 @@ def test_layers_share_no_cache_line(fused_gpu, tmp_path):
     run = load_steps(fused_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE), kv_type=KvType.F16)
     want, layers = run.logits_after([3]), SHAPE["layers"]
     run.clear()
-    between, model = fused_of(run).between, run.model
+    between, model = fused_of(run).between(1), run.model
     assert isinstance(model, BufferModel)
     poison = np.uint32(0x7FC0BEEF)  # not a number
     fused_gpu.write(between.q.buffer, np.full(between.q.buffer.size // 4, poison))
@@ -1063,11 +1094,11 @@ def test_nothing_is_read_before_the_wait_is_over(fused_gpu, unprobed, tmp_path, 
 
 
 def test_nothing_is_read_before_the_wait_in_steps_of_several_rows(rows_gpu, unprobed, tmp_path):
-    run = load_one(rows_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE), precision=Precision.FAST)
-    found = late_reads(fused_of(run).stages([0, 1, 2], rows=most_rows()))
-    if routes.sums_leave_blocks(SHAPE["dim"], most_rows(), GridSize(1, 256), 128):
+    run = load_one(rows_gpu, tiny_llama(tmp_path / "m.gguf", **SHAPE), **FAST_F16)
+    found = late_reads(fused_of(run).stages([0, 1, 2], rows=most_rows())) + rows_gpu.caps.tint  # kv_rows: keys, values
+    if routes.sums_leave_blocks(SHAPE["dim"], most_rows(), GridSize(1, 256), 128, rows_gpu.caps):
         assert found == 12  # x | blocks, squares | q, keys, values | blocks, x | blocks, squares | act, mid
-    elif routes.has_norm_stages(most_rows()):
+    elif routes.has_norm_stages(most_rows(), SHAPE["dim"], rows_gpu.caps):
         assert found == 11  # x | blocks | q, keys, values | blocks, x | mid | blocks | act, mid
     else:
         assert found == 10  # x | q, keys, values | partial, stats, x | mid | act, mid

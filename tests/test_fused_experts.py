@@ -87,7 +87,7 @@ def check_equal_to_unfused(run: OneSequence) -> None:
 def check_stages(run: OneSequence, path: Path) -> None:
     """Of each layer: the residual stream after attention, the logits, the weighted hidden states of the chosen experts,
     the residual stream after them."""
-    c, tensors, between = run.engine.config, GgufFile(path).tensors, fused_of(run).between
+    c, tensors, between = run.engine.config, GgufFile(path).tensors, fused_of(run).between(1)
     model, int8 = run.model, run.model.int8_decode
     assert isinstance(model, BufferModel)
     rounded = round_int8 if int8 else np.asarray
@@ -180,7 +180,7 @@ def test_slabs_of_two_layers(fused_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, binding_bytes=2 * 6 * 192 * 128))
     run = load_one(fused_gpu, path)
     assert fused_kernels(run) == 3
-    assert fused_of(run).between.logits.size == 2 * layer_stride(6)  # kernels share the rows of inter-stage buffers
+    assert fused_of(run).between(1).logits.size == 2 * layer_stride(6)  # kernels share the rows of inter-stage buffers
     matrices = (matrix for layer in run.engine.weights.layers for matrix in layer.matrices)
     assert all(isinstance(matrix.shards[0].words, BufferRange) for matrix in matrices)
     check_equal_to_unfused(run)

@@ -586,7 +586,9 @@ def test_shares_of_query_heads_divide_them():
 )
 def test_query_heads_of_a_fused_kernel(heads, kv_heads, head_dim, grid, rows, consts):
     """Enough subgroups of a head to look at a short split at once, if necessary by more workgroups."""
-    found = routes.fused_head_consts(Attention(1, heads, kv_heads, head_dim), routes.GridSize(*grid), GPU, rows)
+    found = routes.fused_head_consts(
+        Attention(1, heads, kv_heads, head_dim), routes.GridSize(*grid), GPU, rows, staged=rows > 2
+    )
     assert tuple(found[name] for name in ("HEAD_SHARES", "SUBGROUPS_PER_HEAD", "POSITIONS_IN_FLIGHT")) == consts
 
 
@@ -621,10 +623,10 @@ def test_units_that_workgroups_share(n, rows, shared):
 def test_sums_that_leave_blocks():
     """Where most workgroups have a block, none has two, and pieces are large enough."""
     large = routes.GridSize(128, 512)
-    found = [routes.sums_leave_blocks(dim, 8, large, 1024) for dim in (2048, 2080, 2560, 3072, 4096, 4128)]
+    found = [routes.sums_leave_blocks(dim, 8, large, 1024, GPU) for dim in (2048, 2080, 2560, 3072, 4096, 4128)]
     assert found == [False, True, True, True, True, False]
-    assert [routes.sums_leave_blocks(4096, rows, large, 1024) for rows in (2, 4, 16)] == [False, True, False]
-    assert [routes.sums_leave_blocks(4096, 4, large, piece) for piece in (128, 256)] == [False, True]
+    assert [routes.sums_leave_blocks(4096, rows, large, 1024, GPU) for rows in (2, 4, 16)] == [False, True, False]
+    assert [routes.sums_leave_blocks(4096, 4, large, piece, GPU) for piece in (128, 256)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -642,9 +644,9 @@ def test_sums_that_leave_blocks():
     ],
 )
 def test_contexts_of_a_fused_step(heads, kv_heads, head_dim, rows, segments, longest):
-    shape = heads // kv_heads, kv_heads, head_dim, rows, segments
+    shape = Attention(1, heads, kv_heads, head_dim), heads * head_dim, rows, segments
     buckets = [bucket for bucket, _, _ in routes.CONTEXT_BUCKETS]
-    assert max(bucket for bucket in buckets if routes.fuses_context(*shape, bucket)) == longest
+    assert max(bucket for bucket in buckets if routes.fuses_context(*shape, bucket, GPU)) == longest
 
 
 # Every shape has a route, and every route is sound

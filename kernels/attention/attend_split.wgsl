@@ -10,7 +10,7 @@
 // (top, total) for attend_merge or prologue_merge: largest score, sum of exp(score - top).
 // late_x, repair_x: see parts/late_stores.wgsl.
 // Needs HEAD_DIM % (RUN * LANES_PER_POSITION) == 0, SUBGROUP % LANES_PER_POSITION == 0, HEADS / KV_HEADS % HEAD_SHARES == 0.
-// Parts: f16, kv_run_*, heads_*, pages, blocks_*; in a fused kernel also split_count_dynamic.
+// Parts: f16, kv_run_*, own_*, heads_*, pages, blocks_*; in a fused kernel also split_count_dynamic.
 struct Row { slot: u32, position: u32, token: u32, cell: u32 }  // a token row: sequence slot, position, token id, cell of the KV cache
 struct Step { rows: u32, segments: u32, capacity: u32, pages: u32, segment: array<vec4<u32>, 64>, row: array<Row, 4000> }  // see engine/step_inputs.py
 const HEADS: u32 = 1u;
@@ -80,6 +80,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   var total = 0.0;
   let first = begin + workgroup.y * split_length + subgroup % SUBGROUPS_PER_HEAD * (SUBGROUP / LANES_PER_POSITION) + index % SUBGROUP / LANES_PER_POSITION;
   let iterations = (split_length + POSITIONS_IN_FLIGHT * STRIDE - 1u) / (POSITIONS_IN_FLIGHT * STRIDE);  // the same for all lanes, which shuffle together
+  let own = own_position(first, STRIDE, end, workgroup.z, row_slot);
+  let own_row = workgroup.z + min(own, end - 1u) + 1u - end;
   var cells: array<u32, POSITIONS_IN_FLIGHT>;  // looked up an iteration ahead: keys and values do not wait for the table
   for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) { cells[t] = cell_of(row_slot, min(first + t * STRIDE, end - 1u)); }
   for (var r = 0u; r < iterations; r++) {
@@ -93,7 +95,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
       }
     }
     if (r == 0u) {  // what the stage before has stored may be late: keys and values do not wait for it
-      store_own(own_cell, kv_head, workgroup.z, lane, workgroup.x % HEAD_SHARES == 0u && workgroup.y == 0u && index < LANES_PER_POSITION);
+      store_own(own_cell, kv_head, own_row, lane, workgroup.x % HEAD_SHARES == 0u && workgroup.y == 0u && stores_own(index, own, STRIDE, end));
       var late = false;
       for (var i = 0u; i < LANE_VEC4; i++) { late = late || late_x(q[i]); }
       if (late) {
@@ -104,7 +106,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
       for (var i = 0u; i < LANE_VEC4; i++) { q[i] *= SCALE; }
     }
     for (var t = 0u; t < POSITIONS_IN_FLIGHT; t++) {
-      let newest = p + t * STRIDE >= end - 1u;  // the row's own, or past it
+      let newest = p + t * STRIDE >= own;  // what store_own has loaded, or past it
       for (var i = 0u; i < RUNS; i++) {
         keys[t * RUNS + i] = newest_key(keys[t * RUNS + i], i, newest);
         values[t * RUNS + i] = newest_value(values[t * RUNS + i], i, newest);

@@ -56,7 +56,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups) wo
   for (var j = 0u; j < IN_FLIGHT; j++) { w[j] = fetch_pair(row, lane + j * LANES); }
   run_prologue(index);
   let scale = output_scale(min(lane, TOKENS - 1u));
-  let iterations = ITERATIONS + opaque_zero();  // not a constant: a driver that unrolls the loop runs out of registers
+  let iterations = ITERATIONS + uniform_zero();  // not a constant: a driver that unrolls the loop runs out of registers
   loop {
     var s0 = vec2<f32>(); var s1 = vec2<f32>(); var s2 = vec2<f32>(); var s3 = vec2<f32>();
     var s4 = vec2<f32>(); var s5 = vec2<f32>(); var s6 = vec2<f32>(); var s7 = vec2<f32>();

@@ -1,8 +1,8 @@
 // Role epilogue: stream[layer + LAYER_OFFSET, token, row] = residual[layer, token, row] + v (+ bias), as epilogue_sum, and y = the same
 // times next_norm as int8 blocks (see blocks_int8), for the linear after the next norm. 1 / rms is left to that linear:
 // squares[layer + LAYER_OFFSET, token, block] is the sum of squares of a block (see input_rms). Rows come in pairs: row is even, v = (row, row + 1).
-// Needs m <= TOKENS, a workgroup that covers 32 consecutive rows, and N % 32 == 0. Not with Tint: there are no late_residual
-// and repair_residual. Parts: blocks_int8, hidden; grid_barrier (or unfused).
+// late_residual, repair_residual: see parts/late_stores.wgsl.
+// Needs m <= TOKENS, a workgroup that covers 32 consecutive rows, and N % 32 == 0. Parts: blocks_int8, hidden; grid_barrier (or unfused).
 const N: u32 = 32u;     // rows of the matrix, which has one shard
 const ROW0: u32 = 0u;   // its first row
 const LAYER_OFFSET: u32 = 0u;
@@ -17,18 +17,22 @@ const WORKGROUP: u32 = 64u;
 @group(0) @binding(4) var<storage, read> bias: array<f32>;
 @group(0) @binding(10) var<storage, read> next_norm: array<vec2<f32>>;  // [NORMS, N]: the last layer has no next one
 var<private> prefetched: vec2<f32>;  // residual of this pair of rows
+var<private> prefetched_from: u32;
 var<private> row_bias: vec2<f32>;
 var<private> row_weight: vec2<f32>;
 var<workgroup> pair_squares: array<f32, TOKENS * 16u>;
-
+fn late_residual(v: vec2<f32>) -> bool { return false; }
+fn repair_residual(i: u32) {}
 fn epilogue_prefetch(token: u32, row: u32) {
   let i = min(row, N - 2u);
-  prefetched = residual[opaque_zero() + (layer() * (TOKENS * N + LINE_PADDING) + token * N + i) / 2u];
+  prefetched_from = opaque_zero() + (layer() * (TOKENS * N + LINE_PADDING) + token * N + i) / 2u;
+  prefetched = residual[prefetched_from];
   row_weight = next_norm[(min(layer() + LAYER_OFFSET, NORMS - 1u) * N + i) / 2u];
   if (BIAS) { row_bias = vec2<f32>(bias[slab_index() * N + i], bias[slab_index() * N + i + 1u]); }
 }
 fn epilogue(token: u32, row: u32, v: vec2<f32>) {
   if (row >= N) { return; }
+  if (late_residual(prefetched)) { repair_residual(prefetched_from); prefetched = residual[prefetched_from]; }
   let sum = prefetched + select(v, v + row_bias, BIAS);
   stream[((layer() + LAYER_OFFSET) * (TOKENS * N + LINE_PADDING) + token * N + row) / 2u] = sum;
   store_hidden(token * 32u + row % 32u, sum.x * row_weight.x);

@@ -1,6 +1,6 @@
-// Part of kv_run_float, for a step of one row and an f16 KV cache: key_run and value_run load from the cache, newest_key and
-// newest_value put the row's own key and value in their place, which store_own has made and one workgroup stores. So no
-// workgroup of a fused kernel reads what another one has written to the cache.
+// Part of kv_run_float, for an f16 KV cache and a step of one row, or with Tint of several: key_run and value_run load from the
+// cache, newest_key and newest_value put the key and value in their place that store_own has made of a row of this step (see
+// own_*) and one workgroup stores. So no workgroup of a fused kernel reads what another one has written to the cache.
 // Needs HEAD_DIM % (8 * LANES_PER_POSITION) == 0. Parts: f16, store_own_*.
 const HEAD_DIM: u32 = 64u;
 const LANES_PER_POSITION: u32 = 8u;  // lanes that share a position

@@ -31,7 +31,18 @@ from llamagpu.engine.weights import Layer, Matrix, Weights
 from llamagpu.files.architectures import QkNorm
 from llamagpu.files.config import LayerKind, ModelConfig
 from llamagpu.files.storage import Layout, Storage
-from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer, base_buffer, nbytes, padded_ranges
+from llamagpu.gpu.buffers import (
+    AnyBuffer,
+    Bindable,
+    Buffer,
+    BufferRange,
+    as_buffer,
+    base_buffer,
+    cut,
+    nbytes,
+    padded_ranges,
+    padded_size,
+)
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.device import Dispatch, Gpu
 from llamagpu.gpu.fuse import Stage, storage_bindings
@@ -157,16 +168,16 @@ def layer_stride(width: int) -> int:
     return 4 * (width + constants("grid_barrier")["LINE_PADDING"])
 
 
-def inter_stage_widths(c: ModelConfig, rows: int) -> tuple[int, ...]:
+def inter_stage_widths(c: ModelConfig, rows: int, caps: Caps) -> tuple[int, ...]:
     """Words of a layer in the inter-stage buffers, in the order of InterStage."""
-    staged = routes.has_norm_stages(rows)
+    staged = routes.has_norm_stages(rows, c.dim, caps)
     splits = 0 if staged else rows * c.heads * routes.fused_max_splits(c.kv_heads, rows)
     blocks = (rows * c.dim * 3 // 8, rows * c.q_width * 3 // 8) if staged else (0, 0)
     squares = rows * c.dim // 32 if staged else 0
     act = c.hidden_width if rows == 1 else rows * c.ffn_dim * 3 // 8  # f32; int8 blocks
     raw = rows * c.raw_width
     branch = rows * c.dim if c.norms_after else 0
-    attention = splits * c.head_dim, 2 * splits, 2 * c.kv_width if rows == 1 else 0
+    attention = splits * c.head_dim, 2 * splits, 2 * rows * c.kv_width if rows == 1 or caps.tint else 0
     staging = *blocks, blocks[0], squares, squares
     mixed = max(c.mixer_width(kind) for kind in c.kinds)
     return rows * mixed, rows * c.dim, act, *attention, raw, branch, branch, c.experts, *staging
@@ -175,11 +186,11 @@ def inter_stage_widths(c: ModelConfig, rows: int) -> tuple[int, ...]:
 def fused_widths(config: ModelConfig, weights: Weights, int8: bool, kv_type: KvType, caps: Caps) -> tuple[int, ...]:
     """The numbers of token rows that a fused kernel can take.
 
-    With a q8_0 cache, and with Tint, attention stores keys and values: a row could not read those of another row. Parts
-    of norms after and of experts take one row, and a stage of short convolutions leaves no blocks. Float weights of
-    several rows are faster unfused (F16, 1B on an H200: 2 rows 1282 us, fused 1832; 4 rows 1382 and 1948).
+    With a q8_0 cache attention stores keys and values: a row could not read those of another row. Parts of norms after
+    and of experts take one row, and a stage of short convolutions leaves no blocks. Float weights of several rows are
+    faster unfused (F16, 1B on an H200: 2 rows 1282 us, fused 1832; 4 rows 1382 and 1948).
     """
-    one_row = attention_stores(kv_type, caps) or config.norms_after or config.experts or config.conv_taps
+    one_row = kv_type is KvType.Q8_0 or config.norms_after or config.experts or config.conv_taps
     if one_row or has_float_weights(weights):
         return (1,)
     return (1, *routes.fused_widths(config.dim, attention_shape(config, 1), int8, has_half_sums(weights), caps))
@@ -276,16 +287,20 @@ class FusedDecode:
         self.composed: dict[tuple[int, GridSize, bool], list[Dispatch]] = {}  # by rows, grid and same_storage
         self.spin_limit = PROBE_SPIN_LIMIT
         self.layer_tables: dict[bytes, Buffer] = {}
-        words = (max(each) for each in zip(*(inter_stage_widths(config, rows) for rows in widths), strict=True))
+        most = max(map(padded_size, map(self.inter_stage_bytes, widths)))
+        self.inter_stage, self.x = padded_ranges(self.gpu, [most, x_bytes], "x and inter-stage")
+        self.copies = self.gpu.zeros(self.x.buffer.size, "copies") if self.gpu.caps.tint else None
+
+    def inter_stage_bytes(self, rows: int) -> list[int]:
+        """Sizes of the inter-stage buffers, in the order of InterStage."""
         most = max(map(len, self.runs(same_storage=False)))  # layers of a kernel
         layers = (most + (field.name in LEFT_FOR_NEXT) for field in fields(InterStage))
-        sizes = [count * layer_stride(width) for count, width in zip(layers, words, strict=True)]
-        *between, self.x = padded_ranges(self.gpu, [*sizes, x_bytes], "x and inter-stage")
-        self.between = InterStage(*between)
-        self.copies: Buffer | None = None
-        if self.gpu.caps.tint:
-            stream = (config.layers + 1) * layer_stride(config.dim)
-            self.copies = self.gpu.zeros(self.x.offset + stream, "copies")
+        widths = inter_stage_widths(self.config, rows, self.gpu.caps)
+        return [count * layer_stride(width) for count, width in zip(layers, widths, strict=True)]
+
+    def between(self, rows: int) -> InterStage:
+        """The inter-stage buffers of so many rows, which begin where those of other numbers do."""
+        return InterStage(*cut(self.inter_stage, self.inter_stage_bytes(rows)))
 
     def buffers(self) -> list[Bindable]:
         """Those that only fused decode uses: not the one of x and the inter-stage buffers."""
@@ -331,11 +346,16 @@ class FusedDecode:
         """
         if self.copies is None:
             return []
-        x, z = self.stream(0, self.config.layers + 1, rows), self.copies
-        y = BufferRange(self.x.buffer, 0, self.x.offset)
+        first, *_, last = cut(self.inter_stage, self.inter_stage_bytes(rows))
+        y, x = replace(first, size=last.offset + last.size - first.offset), self.stream(0, self.config.layers + 1, rows)
+        bindings = {
+            "x": x,
+            "y": y,
+            "x_copies": replace(x, buffer=self.copies),
+            "y_copies": replace(y, buffer=self.copies),
+        }
         sizes: Consts = {"X_VEC4S": x.size // 16 if with_x else 0, "FIRST": self.stream(0, 1, rows).size // 16}
-        sizes |= {"Y_VEC4S": y.size // 16, "Z_VEC4S": z.size // 16}
-        fill = self.gpu.dispatch("fill", (), sizes, {"x": x, "y": y, "z": z}, (FILL_WORKGROUPS, 1, 1))
+        fill = self.gpu.dispatch("fill", (), sizes | {"Y_VEC4S": y.size // 16}, bindings, (FILL_WORKGROUPS, 1, 1))
         return [replace(fill, op="layers")]
 
     def can_bind(self, dispatches: Sequence[Dispatch]) -> bool:
@@ -376,9 +396,11 @@ class FusedDecode:
         return [list(run) for _, run in groupby(range(len(layers)), bound)]
 
     def stages(self, members: list[int], rows: int = 1) -> list[Stage]:
-        c, gpu, count, between, grid = self.config, self.gpu, len(members), self.between, self.grid_of(rows)
+        c, gpu, count, between, grid = self.config, self.gpu, len(members), self.between(rows), self.grid_of(rows)
         first, x = self.weights.layers[members[0]], self.stream(members[0], count + 1, rows)
-        staged = routes.has_norm_stages(rows)  # inputs of linears are blocks that stages before them have left
+        staged = routes.has_norm_stages(
+            rows, c.dim, gpu.caps
+        )  # inputs of linears are blocks that stages before them have left
         mixer = self.short_convs(members) if c.kinds[members[0]].is_conv else self.attention(members, rows)
 
         def linear(
@@ -455,6 +477,8 @@ class FusedDecode:
         assert unused is not None
         copy = PrologueSpec(Prologue.NORM, {"norm": layer_range(unused, count)}, {"NORM": False})
         down = copy if fits and rows == 1 else ops.NO_PROLOGUE
+        if gpu.caps.tint and rows > 1:  # which tests blocks for late stores once, not with each load
+            down = PrologueSpec(Prologue.BLOCKS, parts=("input_rms_none",))
 
         def norm(weight: Bindable | None) -> PrologueSpec:
             if weight is None:
@@ -490,15 +514,15 @@ class FusedDecode:
         ]
 
     def attention(self, members: Sequence[int], rows: int) -> Mixer:
-        c, gpu, count, between, grid = self.config, self.gpu, len(members), self.between, self.grid_of(rows)
+        c, gpu, count, between, grid = self.config, self.gpu, len(members), self.between(rows), self.grid_of(rows)
         first, cache = self.weights.layers[members[0]], self.cache.layers[members[0]]
         kinds, kv_type = {c.kinds[i] for i in members}, self.cache.kv_type
         kind = kinds.pop() if len(kinds) == 1 else None  # else the layer table has what differs
         keys, values = layer_range(cache.keys, count), layer_range(cache.values, count)
         shape, parts = attention_shape(c, 1, kind=kind), ("split_count_dynamic",)
-        staged = routes.has_norm_stages(rows)
+        staged = routes.has_norm_stages(rows, c.dim, gpu.caps)
         own: Consts = {"WORKGROUP": grid.invocations, "PARTIAL": not staged}
-        own |= routes.fused_head_consts(shape, grid, gpu.caps, rows)
+        own |= routes.fused_head_consts(shape, grid, gpu.caps, rows, staged)
         max_splits = routes.fused_max_splits(c.kv_heads, rows, int(own["HEAD_SHARES"]))
         splits: Consts = {"MAX_SPLITS": max_splits, "TOKENS": rows}
         splits |= {"BY_LAYER": True} if kind is None else {"WINDOW": kind.window}
@@ -511,7 +535,7 @@ class FusedDecode:
             own |= ops.rotate_consts(c, kind)
         own_row = rotates or attention_stores(kv_type, gpu.caps)
         stored = KvType.Q8_0 if own_row else kv_type  # for q8_0 they are left for attention to store
-        mode = AttentionMode(kv_type, own_row=own_row)
+        mode = AttentionMode(kv_type, own_row=own_row, step_rows=own_row and rows > 1)
         if staged:
             buffers, mode = replace(buffers, out=between.head_blocks), replace(mode, out=Inputs.INT8)
         [attention] = self.ops.attend(shape, buffers, mode, consts=splits | own, parts=parts)
@@ -535,7 +559,7 @@ class FusedDecode:
 
     def short_convs(self, members: Sequence[int]) -> Mixer:
         """Of one row: no other one's inputs are in the same step."""
-        c, count, between, i = self.config, len(members), self.between, members[0]
+        c, count, between, i = self.config, len(members), self.between(1), members[0]
         first, cache = self.weights.layers[i], self.cache.layers[i]
         assert first.conv is not None and first.attn_norm is not None
         pages, taps = (layer_range(cache.keys, count), layer_range(cache.values, count)), layer_range(first.conv, count)
@@ -551,7 +575,7 @@ class FusedDecode:
         layers = (self.weights.layers[i] for i in members)
         whole = all(len(matrix.shards) == 1 for layer in layers for matrix in (layer.attn_output, layer.ffn_down))
         piece = routes.piece_blocks(self.half_sums, self.gpu.caps)
-        return whole and routes.sums_leave_blocks(self.config.dim, rows, self.grid_of(rows), piece)
+        return whole and routes.sums_leave_blocks(self.config.dim, rows, self.grid_of(rows), piece, self.gpu.caps)
 
     def unnormalised(self, squares: AnyBuffer, but_first: bool = False) -> PrologueSpec:
         """Inputs that a linear has left, or for the first layer a norm."""
@@ -573,7 +597,7 @@ class FusedDecode:
             return prologue
         consts: Consts = {"EXPERTS": c.experts, "USED": c.experts_used, "WHOLE": c.whole_weights, "CHOOSES": chooses}
         consts |= {"EXPERT_ROWS": 2 * c.ffn_dim} if chooses else {"EXPERT_ROWS": c.dim, "INPUT_WIDTH": c.hidden_width}
-        bindings = dict(prologue.bindings) | {"logits": self.between.logits}
+        bindings = dict(prologue.bindings) | {"logits": self.between(1).logits}
         for bias in router_biases(self.weights.layers[members[0]]):
             bindings["router_bias"] = layer_range(bias, len(members))
             consts["ROUTER_STRIDE"] = bias.size // 4
@@ -587,7 +611,7 @@ class FusedDecode:
         if not c.rotates_apart or (rows == 1 and attention_rotates(c, self.cache.kv_type, self.gpu.caps)):
             return []
         route = replace(routes.ROTATE, consts={"WORKGROUP": self.grid_of(rows).invocations, "TOKENS": rows})
-        one = self.ops.rotate(c, kind, self.between.raw, norm, buffers, stored, 1, route)
+        one = self.ops.rotate(c, kind, self.between(rows).raw, norm, buffers, stored, 1, route)
         units, _, _ = one.grid_for(1, 0)
         return [Stage(one.source, one.bindings, (units, "step.rows" if rows > 1 else 1, 1))]
 

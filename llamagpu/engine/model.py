@@ -423,7 +423,7 @@ class BufferModel(Model):
         bucket = routes.context_bucket(min(position + 1, window))
         if self.fused_decode and width in self.fused_decode.compiled:
             c = self.config
-            if not routes.fuses_context(c.heads_per_kv, c.kv_heads, c.head_dim, width, segments, bucket):
+            if not routes.fuses_context(attention_shape(c, 1), c.dim, width, segments, bucket, self.gpu.caps):
                 return bucket
             if self.fuses(width):
                 return 0

@@ -89,7 +89,8 @@ class AttentionBuffers:
 class AttentionMode:
     kv_type: KvType
     out: Inputs = Inputs.F32  # blocks, where the kernel can write them
-    own_row: bool = False  # attend_split, q8_0 and f16: store the key and value of the only row
+    own_row: bool = False  # attend_split, q8_0 and f16: store the row's own key and value
+    step_rows: bool = False  # fused, f16: of several rows, which need those of each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +298,7 @@ class Ops:
         kv_type: KvType = KvType.F32,
         sinks: bool = False,
         own_row: bool = False,
+        step_rows: bool = False,
         blocks: Inputs = Inputs.INT8,
         experts: bool = False,
         rotates: bool = False,
@@ -371,6 +373,7 @@ class Ops:
                 names += ["kv_q8_0"] * (kv_type is KvType.Q8_0) + [f"{role}_{kv_type}"]
             if role is Role.KV_RUN:
                 names += ["own_rows"] * (rotates or kv_type is KvType.Q8_0)
+                names.append("own_step" if step_rows else "own_last")
                 names.append("heads_rotated" if rotates else "heads_plain")
         return tuple(dict.fromkeys(names))
 
@@ -838,6 +841,7 @@ class Ops:
             kv_type=mode.kv_type,
             sinks=shape.sinks,
             own_row=mode.own_row,
+            step_rows=mode.step_rows,
             blocks=blocks,
             rotates=buffers.rotation is not None,
             half_scores=routes.half_scores(shape, caps),

@@ -430,11 +430,13 @@ FUSED_PREFETCH = {2: 4, 4: 2, 8: 2, 16: 1}  # prefetch depth by the token rows o
 # 4659; Qwen 3 0.6B 677 and 955, 798 and 1091, 1017 and 1361. With norms in prologues 1B 2 rows 478, 4 rows 566, 8 rows
 # 948; 8B 2 rows 1800, 4 rows 2959. Q4_K_M 1B 587 and 759, 901 and 872, 1276 and 1143; 8B 2312 and 2573, 3568 and 3386.
 NORM_STAGE_ROWS = 4  # from so many rows on inputs of linears are blocks in global memory, and attention is not split
+TINT_PROLOGUE_DIM = 2048  # and with Dawn from two rows on, if they are wider
 SUM_BLOCK_ROWS = 8  # most token rows of which sums leave blocks, see sums_leave_blocks
 GLU_UNIT, SUM_UNIT = 64, 32  # rows of a linear that epilogue_glu_blocks and epilogue_sum_blocks make a block of
 MAX_FUSED_DIM = 4096  # of a fused step of several rows
 FUSED_BYTES = 8192  # of workgroup memory that pieces of inputs leave to other things
 SPARE_BYTES = 1024  # with all but 400 bytes taken a kernel did not return (H200)
+FUSED_ROWS, TINT_ROWS = 16, 8  # most rows of a fused step; with Dawn matrix units are faster from 9 rows on
 HALF_SUM_ROWS = 4  # most rows of a fused step with groups of 16, as of Q6_K
 GEMM_WIDTHS = (32, 64, 128, 256, 512)  # most token rows of plans with tiles of their own
 
@@ -1073,7 +1075,8 @@ def _fused_batch(s: Linear, grid: GridSize, caps: Caps, half_sums: bool) -> Rout
     takes no more inputs than a piece has."""
     prefetch = min(FUSED_PREFETCH[s.m], 2) if s.storage is Storage.Q6 else FUSED_PREFETCH[s.m]
     lanes = max(caps.subgroup // 2, s.m)
-    most = piece_blocks(half_sums, caps) // (s.m * prefetch) if has_norm_stages(s.m) else grid.invocations
+    copied = s.prologue is Prologue.BLOCKS
+    most = piece_blocks(half_sums, caps) // (s.m * prefetch) if copied else grid.invocations
     while 2 * lanes <= min(most, grid.invocations) and lanes < s.k // 32 and s.n * lanes <= invocations(grid):
         lanes *= 2
     passes, shared = 1, 0
@@ -1119,25 +1122,29 @@ def shared_units(units: int, rows: int, grid: GridSize) -> int:
     return left if rows > 2 and units > left and 2 * left <= grid.workgroups else 0
 
 
-def sums_leave_blocks(dim: int, rows: int, grid: GridSize, piece: int) -> bool:
+def sums_leave_blocks(dim: int, rows: int, grid: GridSize, piece: int, caps: Caps) -> bool:
     """Whether a linear into the residual stream of a fused kernel quantises its results for the next one, which saves
     the norm stage: each workgroup covers a block, most have one, and a piece of inputs is enough for a turn.
 
     On an H200 (2026-11-17) 4 and 8 rows of 8B take 1982 us instead of 2063, 2566 instead of 2662; 16 rows, whose inputs
     lanes of half a subgroup share, 5487 instead of 4331.
     """
-    if not has_norm_stages(rows) or rows > SUM_BLOCK_ROWS:
+    if not has_norm_stages(rows, dim, caps) or rows > SUM_BLOCK_ROWS:
         return False
     in_turn = rows * lanes_of_unit(SUM_UNIT, grid) * FUSED_PREFETCH[rows]
     return grid.workgroups // 2 < dim // SUM_UNIT <= grid.workgroups and in_turn <= piece
 
 
-def has_norm_stages(rows: int) -> bool:
-    """Whether the inputs of a fused kernel are quantised once, not by each workgroup."""
-    return rows >= NORM_STAGE_ROWS
+def has_norm_stages(rows: int, dim: int, caps: Caps) -> bool:
+    """Whether the inputs of a fused kernel are quantised once, not by each workgroup.
+
+    2 rows of 8B on an H200 (2026-11-19) take 1636 us with norm stages and 1798 with norms in prologues, but at a depth
+    of 8192 3296 and 2818, since attention is not split; with Dawn 1606 and 3994. Of 1B they take 510 and 481.
+    """
+    return rows >= NORM_STAGE_ROWS or (rows > 1 and caps.tint and dim > TINT_PROLOGUE_DIM)
 
 
-def fuses_context(heads_per_kv: int, kv_heads: int, head_dim: int, rows: int, segments: int, bucket: int) -> bool:
+def fuses_context(attention: Attention, dim: int, rows: int, segments: int, bucket: int, caps: Caps) -> bool:
     """Whether a fused step is fast over such a context.
 
     Without splits attention needs many workgroups where the context is long. It does not share keys and values between
@@ -1146,10 +1153,11 @@ def fuses_context(heads_per_kv: int, kv_heads: int, head_dim: int, rows: int, se
     from depths of 0 and 160, 16 sequences of 8B take 3.1 us more for each position, unfused 2.5, and would be as fast
     at some 500.
     """
-    if not has_norm_stages(rows) or bucket < LONG_CONTEXT:
+    if not has_norm_stages(rows, dim, caps) or bucket < LONG_CONTEXT:
         return True
-    busy = rows * kv_heads * unsplit_shares(heads_per_kv, kv_heads, rows) >= ENOUGH_WORKGROUPS // 2
-    return busy and (rows <= 8 or (head_dim <= 64 and (rows < 2 * segments or bucket < FAR_CONTEXT)))
+    kv_heads = attention.kv_heads
+    busy = rows * kv_heads * unsplit_shares(attention.heads_per_kv, kv_heads, rows) >= ENOUGH_WORKGROUPS // 2
+    return busy and (rows <= 8 or (attention.head_dim <= 64 and (rows < 2 * segments or bucket < FAR_CONTEXT)))
 
 
 def unsplit_shares(heads_per_kv: int, kv_heads: int, rows: int) -> int:
@@ -1192,18 +1200,21 @@ def fused_widths(dim: int, attention: Attention, int8: bool, half_sums: bool, ca
         lanes = int8_result_lanes(rows, grid, caps)
         covered = 2 * grid.invocations // lanes  # rows of a workgroup at once
         piece = piece_blocks(half_sums, caps)
-        blocks = piece if has_norm_stages(rows) else rows * width // 32
-        squares = 0 if has_norm_stages(rows) else rows * dim // (2 * subgroup)
+        staged = has_norm_stages(rows, dim, caps)
+        blocks = piece if staged else max(piece, rows * width // 32)
+        squares = 0 if staged else rows * dim // (2 * subgroup)
         memory = blocks * input_block_bytes(half_sums) + row_bytes(rows, grid, caps) + squares
-        memory += fused_shared_bytes(attention, grid, caps, rows)
-        if sums_leave_blocks(dim, rows, grid, piece):
+        memory += fused_shared_bytes(attention, grid, caps, rows, staged)
+        if sums_leave_blocks(dim, rows, grid, piece, caps):
             memory += rows * (2 * SUM_UNIT + 4)  # a sum of squares for two rows, and 1 / rms
         spare = caps.shared_bytes - SPARE_BYTES
         in_turn = rows * lanes * FUSED_PREFETCH[rows]  # blocks that a turn of the loop needs
-        return covered in (16, 32, 64) and rows <= subgroup and memory <= spare and in_turn <= piece
+        sees_rows = not caps.tint or positions_at_once(attention, grid, caps, rows, staged) >= rows
+        return covered in (16, 32, 64) and rows <= subgroup and memory <= spare and in_turn <= piece and sees_rows
 
     def faster(rows: int) -> bool:
-        return dim <= MAX_FUSED_DIM and (rows <= HALF_SUM_ROWS or not half_sums)
+        most = TINT_ROWS if caps.tint else FUSED_ROWS
+        return dim <= MAX_FUSED_DIM and rows <= (min(most, HALF_SUM_ROWS) if half_sums else most)
 
     sizes = {rows_grid(grid) for grid in grid_sizes(dim, attention.heads_per_kv, caps)}
     return tuple(rows for rows in FUSED_PREFETCH if faster(rows) and all(fits(rows, grid) for grid in sizes))
@@ -1212,7 +1223,9 @@ def fused_widths(dim: int, attention: Attention, int8: bool, half_sums: bool, ca
 SHORT_SPLIT = constants("split_count_dynamic")["SHORT_SPLIT"]  # positions of a split of a short context, at most
 
 
-def fused_head_consts(attention: Attention, grid: GridSize, caps: Caps, rows: int = 1) -> dict[str, int]:
+def fused_head_consts(
+    attention: Attention, grid: GridSize, caps: Caps, rows: int = 1, staged: bool = False
+) -> dict[str, int]:
     """attend_split in a fused kernel: the query heads of a workgroup share its subgroups. Where those see fewer
     positions at once than a short split has (of an f16 KV cache; of q8_0 they see twice as many), workgroups share the
     heads: on an H200 (2026-11-17) a token of Gemma 3 1B takes 634 us instead of 680, of Qwen 3 30B-A3B 1408 instead of
@@ -1221,16 +1234,23 @@ def fused_head_consts(attention: Attention, grid: GridSize, caps: Caps, rows: in
     positions = caps.subgroup // lanes["LANES_PER_POSITION"] * lanes["POSITIONS_IN_FLIGHT"]  # of a subgroup, at once
     subgroups = grid.invocations // caps.subgroup
     heads = attention.heads_per_kv
-    shares = unsplit_shares(heads, attention.kv_heads, rows) if has_norm_stages(rows) else 1
+    shares = unsplit_shares(heads, attention.kv_heads, rows) if staged else 1
     heads //= shares
-    while not has_norm_stages(rows) and heads % 2 == 0 and subgroups // heads * positions < SHORT_SPLIT:
+    while not staged and heads % 2 == 0 and subgroups // heads * positions < SHORT_SPLIT:
         shares, heads = 2 * shares, heads // 2
     per_head = max(1, subgroups // heads)
-    if has_norm_stages(rows):  # what half of them leave has to fit beside a piece of inputs
+    if staged:  # what half of them leave has to fit beside a piece of inputs
         partials = (FUSED_BYTES - SPARE_BYTES - row_bytes(rows, grid, caps)) // (heads * (4 * attention.head_dim + 8))
         per_head = min(per_head, 2 * max(1, partials))
     own = {"HEAD_SHARES": shares, "SUBGROUPS_PER_HEAD": 1 << (per_head.bit_length() - 1)}
     return own | {"POSITIONS_IN_FLIGHT": lanes["POSITIONS_IN_FLIGHT"]}
+
+
+def positions_at_once(attention: Attention, grid: GridSize, caps: Caps, rows: int, staged: bool) -> int:
+    """Positions of a head that attention in a fused kernel looks at together, a step of its lanes."""
+    consts = fused_head_consts(attention, grid, caps, rows, staged)
+    lanes = position_lanes(attention.head_dim, 8, caps, rows)["LANES_PER_POSITION"]
+    return consts["SUBGROUPS_PER_HEAD"] * caps.subgroup // lanes
 
 
 def fused_max_splits(kv_heads: int, rows: int = 1, shares: int = 1) -> int:
@@ -1270,9 +1290,9 @@ def fits_shared_memory(width: int, attention: Attention, int8: bool, grid: GridS
     return inputs + fused_shared_bytes(attention, grid, caps) + more <= caps.shared_bytes
 
 
-def fused_shared_bytes(attention: Attention, grid: GridSize, caps: Caps, rows: int = 1) -> int:
+def fused_shared_bytes(attention: Attention, grid: GridSize, caps: Caps, rows: int = 1, staged: bool = False) -> int:
     """Workgroup memory besides a linear's inputs: partial results of attention's subgroups, and sums by subgroup."""
-    consts = fused_head_consts(attention, grid, caps, rows)
+    consts = fused_head_consts(attention, grid, caps, rows, staged)
     partials = attention.heads_per_kv // consts["HEAD_SHARES"] * max(1, consts["SUBGROUPS_PER_HEAD"] // 2)
     return partials * (4 * attention.head_dim + 8) + 16 * grid.invocations // caps.subgroup
 

@@ -1,6 +1,6 @@
 """Buffers, ranges of buffers and textures: what a kernel binds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
@@ -58,9 +58,18 @@ def padded_ranges(gpu: "Gpu", sizes: Sequence[int], label: str) -> list[BufferRa
     No range shares a cache line with another one or with another buffer. The offset of the buffer
     in a line is unknown, so both ends have ALIGN bytes of padding.
     """
-    starts = list(accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=ALIGN))
-    buffer = gpu.zeros(starts[-1] + ALIGN, label)
-    return [BufferRange(buffer, start, size) for start, size in zip(starts, sizes, strict=False)]
+    return cut(BufferRange(gpu.zeros(padded_size(sizes) + 2 * ALIGN, label), ALIGN, padded_size(sizes)), sizes)
+
+
+def padded_size(sizes: Iterable[int]) -> int:
+    """Bytes of such ranges, without the padding at both ends."""
+    return sum(-(-size // ALIGN) * ALIGN for size in sizes)
+
+
+def cut(whole: BufferRange, sizes: Sequence[int]) -> list[BufferRange]:
+    """Ranges that share no cache line, from the beginning of this one on."""
+    starts = accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=whole.offset)
+    return [BufferRange(whole.buffer, start, size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def base_buffer(buffer: AnyBuffer) -> Buffer:

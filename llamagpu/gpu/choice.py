@@ -27,10 +27,10 @@ from llamagpu.gpu.shaders import kernel_files
 from llamagpu.gpu.webgpu import Adapter, GPUError
 
 # On an H200 Dawn reads prompts up to 2.5 times as fast as wgpu, and one sequence decodes as fast: of eight models in
-# Q4_0 at 94 to 102 % of wgpu's speed, in Q4_K_M at 95 to 98 %. Kernels take as long to compile. Steps of few rows are
-# fused with wgpu only: 2 sequences of 1B with their prompts get 9.3 k tokens a second of wgpu and 6.3 k of Dawn, 4 get
-# 14.7 k and 12.2 k, 8 get 21.1 k and 20.4 k, 16 get 24.7 k and 28.9 k (of 8B 2.3 k and 2.1 k, 3.6 k and 3.7 k, 4.6 k
-# and 5.5 k, 4.4 k and 6.9 k).
+# Q4_0 at 94 to 102 % of wgpu's speed, in Q4_K_M at 95 to 98 %. Kernels take as long to compile. When steps of few rows
+# were fused with wgpu only, 2 sequences of 1B with their prompts got 9.3 k tokens a second of wgpu and 6.3 k of Dawn,
+# 4 got 14.7 k and 12.2 k, 8 got 21.1 k and 20.4 k, 16 got 24.7 k and 28.9 k (of 8B 2.3 k and 2.1 k, 3.6 k and 3.7 k,
+# 4.6 k and 5.5 k, 4.4 k and 6.9 k). Since then a step of 2 rows takes as long with both.
 FEW_SEQUENCES = range(2, 4)  # `generate`, `chat` and `serve` hold 4 by default, and mostly run one
 TRIAL_S = 120.0  # a first compilation on a software adapter takes seconds
 DAY_S = 86400

@@ -11,7 +11,7 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, as_buffer, nbytes
+from llamagpu.gpu.buffers import AnyBuffer, Bindable, Buffer, BufferRange, nbytes
 from llamagpu.gpu.caps import Caps
 from llamagpu.gpu.shaders import Const, compose, read
 
@@ -175,7 +175,7 @@ class Element:
 
     wgsl_type: str
     written: bool  # by a stage
-    copied_at: int | None = None  # the first word of its copies
+    copied_at: int | None = None  # the first word of its copies: a buffer and that of the copies are laid out alike
 
 
 def element_types(stages: Sequence[Stage], places: Places, copied: bool) -> dict[tuple[int, int], Element]:
@@ -185,11 +185,12 @@ def element_types(stages: Sequence[Stage], places: Places, copied: bool) -> dict
     """
     types: dict[tuple[int, int], set[str]] = {}
     words_at: dict[tuple[int, int], set[int]] = {}
-    sizes: dict[tuple[int, int], int] = {}
+    begins: dict[tuple[int, int], int] = {}
     written, own = set(), set()
     for stage in stages:
         for mode, name, wgsl_type in BOUND.findall(stage.source):
             this, first_word, bound = places.find(stage.bindings[name], mode)
+            begins[this] = bound.offset // 4 if isinstance(bound, BufferRange) else 0
             if "write" in mode:
                 written.add(this)
             if name in OWN_STORES:
@@ -197,15 +198,11 @@ def element_types(stages: Sequence[Stage], places: Places, copied: bool) -> dict
             if wgsl_type.startswith("array<") and mode != "uniform":
                 types.setdefault(this, set()).add(vector_of(element_type(stage.source, wgsl_type)))
                 words_at.setdefault(this, set()).add(first_word)
-                sizes[this] = max(sizes.get(this, 0), as_buffer(bound).size)
     found: dict[tuple[int, int], Element] = {}
-    copied_words = 0
     for this, used in types.items():
         if this not in written and len(words_at[this]) == 1:
             continue
-        copied_at = None
-        if copied and this in written - own:
-            copied_at, copied_words = copied_words, copied_words + sizes[this] // 4
+        copied_at = begins[this] if copied and this in written - own else None
         found[this] = Element(max(sorted(used), key=words), this in written, copied_at)
     return found
 
@@ -259,7 +256,7 @@ def accessors(name: str, target: str, element: Element, first_word: int, repairs
     else:
         if repairs:
             text += f"fn load_from_{name}(i: u32) -> {target} {{ return {load}; }}\n"
-            text += f"fn late_{name}(v: {target}) -> bool {{ return {is_nan(target)}; }}\n"
+            text += f"fn late_{name}(v: {target}) -> bool {{ return {seems_late(target)}; }}\n"
             word = f"{count}u * i + k"
             place = f"{name}[{first}({word}) / {size}u]" + (f"[({word}) % {size}u]" if size > 1 else "")
             late = cast(f"late_word({copies}u + {word})", "u32", scalar_of(element.wgsl_type))
@@ -286,9 +283,12 @@ def is_late(target: str) -> str:
     return " || ".join(f"any({cast(each, row, bits)} == {bits}(NOT_STORED))" for each in rows)
 
 
-def is_nan(target: str) -> str:
-    """A condition: whether a number of the vector `v` is NaN, by its bits: compilers may take numbers for finite."""
-    bits = f"vec{words(target)}<u32>"
+def seems_late(target: str) -> str:
+    """A condition: whether a number of `v` is NaN, by its bits: compilers may take numbers for finite. Of integers,
+    whether a word is NOT_STORED."""
+    if scalar_of(target) != "f32":
+        return is_late(target)
+    bits = f"vec{words(target)}<u32>" if words(target) > 1 else "u32"
     return f"any(({cast('v', target, bits)} & {bits}(0x7FFFFFFFu)) > {bits}(0x7F800000u))"
 
 

@@ -208,7 +208,7 @@ def stage_cases(gpu: Gpu) -> Iterator[Case]:
     """
     one = ((weight, mode, 1) for weight, mode in STAGES)
     four = ((weight, mode, 4) for weight, mode in BATCH_STAGES if weight.k % (8 * max(1, gpu.caps.subgroup)) == 0)
-    rows = (m for m in routes.FUSED_PREFETCH if routes.has_norm_stages(m) and m <= gpu.caps.subgroup)
+    rows = (m for m in routes.FUSED_PREFETCH if m <= gpu.caps.subgroup)
     many = ((weight, COPIED_INPUTS, m) for weight, m in product((Weight(Storage.Q4, 71, 2048), *LONG), rows))
     for weight, mode, m in (*one, *four, *many) if gpu.caps.subgroup >= 4 else ():
         route = routes.fused_linear(weight.shape(m, *mode), GridSize(1, 128), gpu.caps, half_sums=True)

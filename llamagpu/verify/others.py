@@ -174,11 +174,12 @@ def copy_page(gpu: Gpu) -> Answer:
 
 
 def fill(gpu: Gpu) -> Answer:
-    """All of y and z, and x but for its first two vec4s."""
-    words = [np.arange(size, dtype=np.uint32) for size in (64, 32, 16)]
+    """All of y, and x but for its first two vec4s; likewise of their copies."""
+    words = [np.arange(size, dtype=np.uint32) for size in (64, 32, 64, 32)]
     buffers = [gpu.upload(data, "words") for data in words]
-    consts: Consts = {"X_VEC4S": 16, "Y_VEC4S": 8, "Z_VEC4S": 4, "FIRST": 2}
-    run(gpu, [gpu.dispatch("fill", (), consts, dict(zip("xyz", buffers, strict=True)), (1, 1, 1))])
+    consts: Consts = {"X_VEC4S": 16, "Y_VEC4S": 8, "FIRST": 2}
+    bindings = dict(zip(("x", "y", "x_copies", "y_copies"), buffers, strict=True))
+    run(gpu, [gpu.dispatch("fill", (), consts, bindings, (1, 1, 1))])
     got = [gpu.read(buffer, np.uint32, data.size) for buffer, data in zip(buffers, words, strict=True)]
     for data in words:
         data[8 if data.size == 64 else 0 :] = constants("late_stores")["NOT_STORED"]
