@@ -45,6 +45,7 @@ ADAPTERS: dict[str, Caps] = {
     "subgroups of 64": replace(FULL_CAPS, subgroup=64, shader_f16=True),
     "fused": LARGE,
     **{f"matrices of {matrix}": replace(LARGE, matrix=matrix, tint=True, storage_buffers=16) for matrix in MATRICES},
+    "matrices, measured barrier": replace(LARGE, matrix="16x16", tint=True, storage_buffers=16, measured_barrier=True),
     "matrices, 32 KiB": replace(FULL_CAPS, shader_f16=True, matrix="8x8"),
     "CPU, subgroups of 4": CPU,
     "CPU, subgroups of 8": replace(CPU, subgroup=8, native_f16=False, shader_f16=False),
