@@ -102,8 +102,9 @@ def test_fused_decode(fused_gpu, tmp_path, name, precision):
     check_against_reference(run, path)
 
 
-def test_a_q8_0_cache(fused_gpu, tmp_path):
+def test_a_q8_0_cache(fused_gpu, tmp_path, monkeypatch):
     """Attention stores the keys and values; rows that share a step are not fused."""
+    monkeypatch.setattr(fused_gpu, "caps", replace(fused_gpu.caps, measured_barrier=True))
     path = tiny_llama(tmp_path / "m.gguf", **SHAPE)
     run = load_one(fused_gpu, path, kv_type=KvType.Q8_0)
     assert fused_kernels(run) == 1 and list(fused_of(run).compiled) == [1]
@@ -295,6 +296,8 @@ def test_fused_rows_of_several_sequences(rows_gpu, tmp_path, monkeypatch):
         read(2, 0, token_ids(40, seed=1))
     check(Segment(2, 40, token_ids(1, seed=2)), Segment(0, 0, token_ids(most - 1, seed=3)))
     check(Segment(2, 41, token_ids(most, seed=5)))
+    if most == 2:  # neighbours in position, not in sequence
+        check(Segment(0, 1, token_ids(1, seed=10)), Segment(1, 2, token_ids(1, seed=11)))
     assert not timed_out(rows_gpu, fused_of(run).barrier)
     if most == 2:
         return

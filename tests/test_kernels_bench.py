@@ -68,6 +68,12 @@ def test_fill(any_gpu, sizes):
     assert [any_gpu.read(each, np.uint32, 3200).tolist() for each in buffers] == [data.tolist() for data in words]
 
 
+def test_what_is_not_stored_is_no_number_and_no_int8_block():
+    word = shaders.constants("late_stores")["NOT_STORED"]
+    assert word == shaders.constants("fill")["NOT_STORED"] and np.isnan(np.uint32(word).view(np.float32))
+    assert -128 in np.array([word], np.uint32).view(np.int8)
+
+
 @covers("copy")
 def test_copy(gpu):
     x = random("copy").integers(0, 1 << 32, 4 * 1001, np.uint32)

@@ -620,6 +620,22 @@ def test_units_that_workgroups_share(n, rows, shared):
     assert route.consts.get("SHARED_UNITS", 0) == shared
 
 
+def test_fused_rows_with_tint():
+    """Up to 8; wide models have norm stages from two rows on, so that long contexts may be unfused; a lane of attention
+    has one row of the step."""
+    caps = replace(GPU, tint=True, measured_barrier=True)
+    narrow, wide, few = Attention(1, 32, 8, 64), Attention(1, 32, 8, 128), Attention(1, 12, 2, 128)
+    assert routes.fused_widths(2048, narrow, True, False, caps) == (2, 4, 8)
+    assert routes.fused_widths(2048, narrow, True, True, caps) == (2, 4)
+    assert routes.fused_widths(4096, wide, True, False, caps) == (2, 4, 8)
+    assert routes.fused_widths(2048, Attention(1, 32, 1, 256), True, False, caps) == (2, 4)  # 4 positions at once
+    stages = [routes.has_norm_stages(rows, dim, caps) for rows, dim in ((1, 4096), (2, 4096), (2, 2048), (4, 2048))]
+    assert stages == [False, True, False, True] and not routes.has_norm_stages(2, 4096, GPU)
+    assert routes.fuses_context(few, 4096, 2, 1, 8192, GPU) and not routes.fuses_context(few, 4096, 2, 1, 8192, caps)
+    at_once = [routes.positions_at_once(wide, routes.GridSize(128, 512), caps, rows, True) for rows in (2, 4, 8)]
+    assert at_once == [32, 32, 16]
+
+
 def test_sums_that_leave_blocks():
     """Where most workgroups have a block, none has two, and pieces are large enough."""
     large = routes.GridSize(128, 512)

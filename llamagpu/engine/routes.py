@@ -1201,7 +1201,8 @@ def fused_widths(dim: int, attention: Attention, int8: bool, half_sums: bool, ca
         covered = 2 * grid.invocations // lanes  # rows of a workgroup at once
         piece = piece_blocks(half_sums, caps)
         staged = has_norm_stages(rows, dim, caps)
-        blocks = piece if staged else max(piece, rows * width // 32)
+        copied = piece if staged or caps.tint else 0
+        blocks = copied if staged else max(copied, rows * width // 32)
         squares = 0 if staged else rows * dim // (2 * subgroup)
         memory = blocks * input_block_bytes(half_sums) + row_bytes(rows, grid, caps) + squares
         memory += fused_shared_bytes(attention, grid, caps, rows, staged)
