@@ -292,8 +292,10 @@ def test_fused_rows_of_several_sequences(rows_gpu, tmp_path, monkeypatch):
     check(Segment(1, 0, token_ids(max(2, most - 1))))
     if most == 4:
         check(Segment(2, 0, token_ids(40, seed=1)))  # unfused; its kernels take long to compile
-    else:
-        read(2, 0, token_ids(40, seed=1))
+    else:  # pairs of rows at both sides of multiples of 32, too
+        first, *rest = token_ids(40, seed=1)
+        check(Segment(2, 0, [first]))
+        read(2, 1, rest)
     check(Segment(2, 40, token_ids(1, seed=2)), Segment(0, 0, token_ids(most - 1, seed=3)))
     check(Segment(2, 41, token_ids(most, seed=5)))
     if most == 2:  # neighbours in position, not in sequence

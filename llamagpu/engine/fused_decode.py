@@ -289,7 +289,8 @@ class FusedDecode:
         self.layer_tables: dict[bytes, Buffer] = {}
         most = max(map(padded_size, map(self.inter_stage_bytes, widths)))
         self.inter_stage, self.x = padded_ranges(self.gpu, [most, x_bytes], "x and inter-stage")
-        self.copies = self.gpu.zeros(self.x.buffer.size, "copies") if self.gpu.caps.tint else None
+        stream = self.stream(0, config.layers + 1, max(widths))
+        self.copies = self.gpu.zeros(stream.offset + stream.size, "copies") if self.gpu.caps.tint else None
 
     def inter_stage_bytes(self, rows: int) -> list[int]:
         """Sizes of the inter-stage buffers, in the order of InterStage."""
@@ -398,9 +399,8 @@ class FusedDecode:
     def stages(self, members: list[int], rows: int = 1) -> list[Stage]:
         c, gpu, count, between, grid = self.config, self.gpu, len(members), self.between(rows), self.grid_of(rows)
         first, x = self.weights.layers[members[0]], self.stream(members[0], count + 1, rows)
-        staged = routes.has_norm_stages(
-            rows, c.dim, gpu.caps
-        )  # inputs of linears are blocks that stages before them have left
+        # inputs of linears are blocks that stages before them have left
+        staged = routes.has_norm_stages(rows, c.dim, gpu.caps)
         mixer = self.short_convs(members) if c.kinds[members[0]].is_conv else self.attention(members, rows)
 
         def linear(
