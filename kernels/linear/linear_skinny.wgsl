@@ -2,9 +2,9 @@
 // x stays in registers: each of TEAMS subgroups keeps SLICE k of all tokens, in 16 matrices, and multiplies them by one strip
 // of 16 rows of W after another. Neighbouring lanes load the SLICE k of a row, 128 bytes of q4 by eight of them (see strip_*). A
 // lane converts a quarter of its weights at a time, two pairs of two eights of each block, so that the quarters of a strip are
-// 64 k wide. They, and x in the same order, pass through the subgroup's own part of workgroup memory. Its elements are vec2s, as
-// lanes that load neighbouring 16 bytes of x have no more than that of the 16 of a row's block (16 rows of 8B on an H200 3498 us;
-// with vec4s, whose halves they exchange, 3842).
+// 64 k wide. They, and x in the same order, pass through the subgroup's own part of workgroup memory. Its elements are vec2s:
+// of 16 bytes of a block of x there a lane has 8, which it stores alone (16 rows of 8B on an H200 3498 us; with vec4s, whose halves
+// lanes exchange, 3842).
 // The sums of the teams are added up, and where K is longer than TEAMS * SLICE, linear_sum adds up what GRID_SPLIT workgroups store.
 // w and scales are read_write, though nothing is stored: drivers move a load of read-only memory down to its first use, past
 // barriers, so that nothing hides its latency (28672 x 4096 on an H200, a script's kernel: 48.8 us instead of 42.7).

@@ -1139,7 +1139,8 @@ def has_norm_stages(rows: int, dim: int, caps: Caps) -> bool:
     """Whether the inputs of a fused kernel are quantised once, not by each workgroup.
 
     2 rows of 8B on an H200 (2026-11-19) take 1636 us with norm stages and 1798 with norms in prologues, but at a depth
-    of 8192 3296 and 2818, since attention is not split; with Dawn 1606 and 3994. Of 1B they take 510 and 481.
+    of 8192 3296 and 2818, since attention is not split; with Dawn (without copies, see late_stores) 1606 and 3994. Of
+    1B they take 510 and 481.
     """
     return rows >= NORM_STAGE_ROWS or (rows > 1 and caps.tint and dim > TINT_PROLOGUE_DIM)
 
