@@ -1,6 +1,6 @@
 // Role prologue: the inputs of a linear of TOKENS tokens = the merged splits of attend_split (see attend_merge). Every
 // workgroup computes them for itself, which saves a dispatch. Every invocation must call run_prologue.
-// late_*, repair_*: see parts/late_stores.wgsl.
+// late_*, repair_*: see parts/late_stores.wgsl. With Tint a step has TOKENS rows, no fewer.
 // Needs K % 32 == 0, HEAD_DIM % 8 == 0, WORKGROUP % 4 == 0.
 // Parts: prologue_f32 or prologue_int8, split_count_*; grid_barrier (or unfused).
 const K: u32 = 32u;

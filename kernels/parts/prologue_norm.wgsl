@@ -1,7 +1,7 @@
 // Role prologue: the inputs of a linear of TOKENS tokens = x * weight, or x without NORM. Every workgroup computes them
 // for itself, which saves a dispatch. output_scale(token) is the factor 1 / rms(x), applied to the results, so that no
 // invocation waits for the sum.
-// Every invocation must call run_prologue. late_x, repair_x: see parts/late_stores.wgsl.
+// Every invocation must call run_prologue. late_x, repair_x: see parts/late_stores.wgsl. With Tint a step has TOKENS rows, no fewer.
 // Needs INPUT_WIDTH % 32 == 0 and WORKGROUP % 4 == 0; for several tokens reduce_subgroup and INPUT_WIDTH / 8 in whole
 // subgroups.
 // Parts: prologue_f32 or prologue_int8, reduce_*; grid_barrier (or unfused).
